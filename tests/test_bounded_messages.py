@@ -102,7 +102,7 @@ def test_every_damaged_file_is_one_sentence(checkpoint: Path, name: str, damage:
         ([f"model-{part:05}-of-03000.safetensors" for part in range(3000)], "lacks 3000 files"),
         (["x" * 5000 + ".safetensors"], "a name of 5012 characters"),
         (["é" * 200 + ".safetensors"], "a name of 212 characters"),
-        (["a", "b.safetensors"], "which is no .safetensors file"),
+        (["a", "b.safetensors"], "which is not a .safetensors file"),
     ],
 )
 def test_index_that_names_other_files_is_one_sentence(checkpoint: Path, files: list[str], words: str) -> None:

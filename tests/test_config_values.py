@@ -85,7 +85,7 @@ def test_moe_layer_freq_may_mark_each_layer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"sliding_window": [16, None, 16]}, "a sliding_window for each layer; one of all layers is supported"),
+        ({"sliding_window": [16, None, 16]}, "for each layer; a single value for all layers is supported"),
         ({"rope_parameters": {"rope_theta": [1e4, 1e5, 1e4]}}, "a rope_theta for each layer"),
         ({"rope_theta": [1e4, 1e5, 1e4], "rope_parameters": None}, "a rope_theta for each layer"),
     ],
@@ -119,7 +119,7 @@ def test_heads_of_any_even_size_are_computed(name: str, tmp_path: Path) -> None:
 
 def test_norms_on_heads_of_odd_sizes_are_left_to_transformers(tmp_path: Path) -> None:
     model = save(Qwen3Config(**SMALL, head_dim=24), tmp_path)
-    with pytest.raises(PenstockError, match="head_dim 24 of a model with norms on heads; multiples of 16"):
+    with pytest.raises(PenstockError, match="head_dim 24 of a model with q/k norms; multiples of 16"):
         read_config(tmp_path)
     check(tmp_path, model, model_impl="auto")
 

@@ -127,9 +127,9 @@ def test_what_cannot_be_converted(checkpoint: Path, tmp_path: Path) -> None:
         (
             "engine",
             "new",
-            "has quantized weights, which cannot be turned back: convert the checkpoint that it was built",
+            "has quantized weights, which cannot be converted back: convert the checkpoint that it was built",
         ),
-        ("large", "new", "dtype: tensor x has numbers that float16 cannot express"),
+        ("large", "new", "dtype: tensor x has values beyond the range of float16"),
         ("large", "large", "is the model's own folder; name another"),
         ("large", "other", "holds model.safetensors already; name a folder that is empty or new"),
     ):
@@ -191,5 +191,5 @@ def test_modules_of_sentence_transformers_stay(made_by: str, inner: str, tmp_pat
 def test_engine_folders_with_padded_heads_are_not_converted(tmp_path: Path) -> None:
     save(LlamaConfig(**SMALL, head_dim=24), tmp_path / "model")
     build_engine(EngineOptions(model=str(tmp_path / "model"), dtype="float32"), tmp_path / "engine")
-    with pytest.raises(PenstockError, match="heads of 24 numbers padded with zeros: convert the checkpoint"):
+    with pytest.raises(PenstockError, match="heads of 24 elements padded with zeros: convert the checkpoint"):
         convert(tmp_path / "engine", tmp_path / "new")

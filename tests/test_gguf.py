@@ -594,7 +594,7 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "something else": (lambda content: b"PK" + content[2:], "does not begin with the bytes GGUF"),
     "its begin": (lambda content: content[:5000], "cut short"),
     "without its end": (lambda content: content[:-100], "does not lie within the file"),
-    "version 1": (replaced(b"GGUF\3", b"GGUF\1"), "has version 1 of GGUF; 2 and 3 are read"),
+    "version 1": (replaced(b"GGUF\3", b"GGUF\1"), "has GGUF version 1; versions 2 and 3 are supported"),
     "big-endian": (replaced(b"GGUF\3\0\0\0", b"GGUF\0\0\0\3"), "is big-endian"),
     "many tensors": (lambda content: content[:8] + u64(2**63) + content[16:], "9223372036854775808 tensors"),
     "many values": (lambda content: content[:16] + u64(2**63) + content[24:], "9223372036854775808 values"),

@@ -132,7 +132,7 @@ def test_ranks_share_heads(heads: int, kv_heads: int, ranks: int, shares: list[t
 
 
 def test_heads_that_cannot_be_shared_are_refused(folder: Path) -> None:
-    with pytest.raises(PenstockError, match="3 ranks cannot share 4 heads"):
+    with pytest.raises(PenstockError, match="3 ranks cannot share 4 query heads"):
         load_model(folder, ops.backend(CPU), LoadOptions(group=groups(3)[0]))
 
 

@@ -106,7 +106,7 @@ def test_engine_and_api_processes_know_the_family_of_a_package(
 
 def test_without_the_package_the_architecture_is_refused(acme: tuple[Path, Any]) -> None:
     ran = subprocess.run([sys.executable, "-c", GENERATE, str(acme[0]), "1", "[]", "1"], capture_output=True, text=True)
-    assert ran.returncode and "architecture AcmeForCausalLM; known are" in ran.stderr
+    assert ran.returncode and "architecture AcmeForCausalLM is not supported; supported are" in ran.stderr
 
 
 def test_configuration_of_every_family_is_read_without_torch(tmp_path: Path) -> None:

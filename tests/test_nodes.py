@@ -173,7 +173,7 @@ def group_of_two() -> Iterator[tuple[SharedMemoryGroup, socket.socket]]:
     own, other = socket.socketpair()
     try:
         with own, other:
-            yield SharedMemoryGroup(memory, 0, 2, patience=10, links=[PeerLink(own.fileno(), 1, True, True)]), other
+            yield SharedMemoryGroup(memory, 0, 2, timeout=10, links=[PeerLink(own.fileno(), 1, True, True)]), other
     finally:
         os.close(memory)
 

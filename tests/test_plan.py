@@ -293,7 +293,7 @@ def test_what_is_wrong_is_told(arguments: list[str], words: str, capsys: pytest.
 
 
 def test_a_broken_configuration_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for text, words in (("{", "is not JSON"), ("[]", "does not hold an object"), ("{}", "lacks 'hidden_size'")):
+    for text, words in (("{", "is not JSON"), ("[]", "is not a JSON object"), ("{}", "lacks 'hidden_size'")):
         (tmp_path / "config.json").write_text(text)
         assert main(["plan", "memory", "--model", str(tmp_path)]) == 2
         assert words in capsys.readouterr().err

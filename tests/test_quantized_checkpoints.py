@@ -116,7 +116,7 @@ def test_fp8_of_model_optimizer_is_read(in_config: bool, tmp_path: Path) -> None
         logprobs = model.float()(torch.tensor([prompt])).logits[0].log_softmax(-1)
     torch.testing.assert_close(torch.tensor(found), logprobs[range(len(prompt) - 1), prompt[1:]], atol=1e-3, rtol=0)
     describe(quant_algo="NVFP4")
-    with pytest.raises(PenstockError, match=r"'NVFP4' \(quant_algo\) of Model Optimizer is not read; FP8 is"):
+    with pytest.raises(PenstockError, match=r"quant_algo 'NVFP4' of Model Optimizer is not supported; FP8 is"):
         read_config(tmp_path)
 
 
@@ -231,7 +231,7 @@ def test_ranks_do_not_cut_blocks_that_are_multiplied(tmp_path: Path) -> None:
         context = BuildContext(ops.backend(CPU, backend), open_checkpoint(tmp_path), torch.float32, CPU, 64)
         return context.matrix([name], 64, [shard], Format())
 
-    with pytest.raises(PenstockError, match=r"tensor_parallel_size: cuts .*up_proj within blocks of 32 outputs"):
+    with pytest.raises(PenstockError, match=r"tensor_parallel_size: splits .*up_proj within blocks of 32 outputs"):
         matrix("reference")
     pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
     found = matrix("cpu").linear(torch.eye(64))

@@ -355,7 +355,7 @@ def test_no_failed_step_is_missed() -> None:
     """By a rank that looks only when the next step has failed, too."""
     memory, steps = create_memory(), 20_000
     child = os.fork()
-    group = SharedMemoryGroup(memory, int(not child), 2, patience=30)
+    group = SharedMemoryGroup(memory, int(not child), 2, timeout=30)
     if not child:
         for _ in range(steps):
             with suppress(ZeroDivisionError), group.step():
@@ -439,7 +439,7 @@ def test_a_rank_that_hangs_while_it_reads_is_named(checkpoint: Path, monkeypatch
 
 def test_ranks_that_cannot_share_the_model_do_not_start(checkpoint: Path, tmp_path: Path) -> None:
     save(LlamaConfig(**SMALL), tmp_path)
-    with pytest.raises(PenstockError, match="3 ranks cannot share 4 heads"):
+    with pytest.raises(PenstockError, match="3 ranks cannot share 4 query heads"):
         LLM(tmp_path, tensor_parallel_size=3, **OPTIONS)
     for layers, words in (("3", "2 numbers of at least 1 whose sum is 3"), ("1,x", "no list of numbers of layers")):
         with pytest.raises(PenstockError, match=words):

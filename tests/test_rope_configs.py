@@ -36,7 +36,7 @@ def check(model_type: str, seed: int, folder: Path) -> str:
         try:
             made = read_config(folder)
         except PenstockError as error:  # of objects that the library ignores
-            assert "by kind of layer" in str(error)
+            assert "nested by layer type" in str(error)
             return "refused"
     made = read_config(folder)
     for layer in range(made.num_layers):
@@ -77,18 +77,18 @@ def test_trained_length_beside_the_rope_object_is_read(place: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("rope", "words"),
     [
-        ({"type": "linear"}, "rope_parameters of the type linear lack factor"),
-        ({"rope_type": "llama3", "factor": 8.0}, "of the type llama3 lack low_freq_factor and high_freq_factor"),
-        ({"rope_type": "longrope", "short_factor": [1.0]}, "of the type longrope lack long_factor"),
+        ({"type": "linear"}, "rope_parameters of type linear lack factor"),
+        ({"rope_type": "llama3", "factor": 8.0}, "of type llama3 lack low_freq_factor and high_freq_factor"),
+        ({"rope_type": "longrope", "short_factor": [1.0]}, "of type longrope lack long_factor"),
         (
             {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]},
             "short_factor .* 1 numbers; 8 are",
         ),
-        ({"rope_type": "axial"}, "rope type 'axial'; known are default"),
+        ({"rope_type": "axial"}, "rope_type 'axial' is not supported; supported are default"),
         ({"rope_type": "yarn", "factor": 2.0, "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-        ({"rope_type": 5}, "rope_type is 5, and has to be a text"),
-        ("yarn", "wrong kind"),
-        ({"full_attention": {"rope_type": "default"}}, "by kind of layer"),
+        ({"rope_type": 5}, "rope_type is 5, and has to be a non-empty string"),
+        ("yarn", "invalid value"),
+        ({"full_attention": {"rope_type": "default"}}, "nested by layer type"),
     ],
 )
 def test_incomplete_rope_objects_are_refused_in_one_sentence(rope: object, words: str, tmp_path: Path) -> None:

@@ -462,12 +462,12 @@ def test_heads_in_the_models_own_folder_and_in_a_file_of_pytorch(
             {},
             r"before the layers \[2, 3, 3\] .* and the model has 6 layers",
         ),
-        ("eagle3", {"num_hidden_layers": 2}, {}, "heads of one layer are supported"),
-        ("eagle3", {"vocab_size": 300}, {}, "the head knows 300 tokens, and the model 60"),
+        ("eagle3", {"num_hidden_layers": 2}, {}, "heads with one layer are supported"),
+        ("eagle3", {"vocab_size": 300}, {}, "the head has a vocabulary of 300, the model 60"),
         ("eagle3", {"hidden_size": None}, {}, "fc.weight has shape"),
         ("eagle3", {"intermediate_size": 128}, {}, "midlayer.mlp.gate_proj.weight has shape"),
         ("eagle", {}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size allows the method ngram only"),
-        ("medusa", {"truncated_vocab_size": 30}, {}, "the Medusa heads have 30 tokens, and the model 60"),
+        ("medusa", {"truncated_vocab_size": 30}, {}, "the Medusa heads have a vocabulary of 30, the model 60"),
     ],
 )
 def test_what_does_not_fit_is_refused(

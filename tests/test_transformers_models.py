@@ -38,12 +38,12 @@ RUN = [
 ]
 REFUSED = {
     "BloomForCausalLM": "compute with the attention mask themselves",
-    "FalconForCausalLM": "takes no attention but its own",
+    "FalconForCausalLM": "supports no other attention implementation",
     "Lfm2MoeForCausalLM": r"more than keys and values \(LinearAttentionLayer\)",
     "MambaForCausalLM": r"more than keys and values \(it is stateful\)",
-    "MBartForCausalLM": "takes no position_ids",
+    "MBartForCausalLM": "ignores position_ids",
     "MoshiForCausalLM": "masks have other sliding windows than its KV cache",
-    "RobertaForCausalLM": "does not number positions from 0 on",
+    "RobertaForCausalLM": "its positions do not start at 0",
     "XLMWithLMHeadModel": "does not go through the attention interface",
 }
 
@@ -136,7 +136,7 @@ def test_auto_prefers_our_own_implementation(tmp_path: Path, caplog: pytest.LogC
         LLM(theirs, **options)
     (line,) = caplog.messages
     assert "StableLmForCausalLM is run by the modules of transformers" in line and "not batch-invariant" in line
-    with pytest.raises(PenstockError, match=r"architecture StableLmForCausalLM; known are .*--model-impl auto"):
+    with pytest.raises(PenstockError, match=r"StableLmForCausalLM is not supported; supported are .*--model-impl auto"):
         LLM(theirs, **options | {"model_impl": "penstock"})
 
 
@@ -144,7 +144,7 @@ def test_what_an_unknown_architecture_says(tmp_path: Path, monkeypatch: pytest.M
     checkpoint("StableLmForCausalLM", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     monkeypatch.setitem(sys.modules, "transformers", None)  # as where it is not installed
-    with pytest.raises(PenstockError, match=r"known are .* pip install 'penstock-llm\[transformers\]'"):
+    with pytest.raises(PenstockError, match=r"supported are .* pip install 'penstock-llm\[transformers\]'"):
         LLM(tmp_path, **OPTIONS | {"model_impl": "auto"})
     with pytest.raises(PenstockError, match=r"pip install 'penstock-llm\[transformers\]'"):
         LLM(tmp_path, **OPTIONS)
@@ -153,7 +153,7 @@ def test_what_an_unknown_architecture_says(tmp_path: Path, monkeypatch: pytest.M
         config |= {"architectures": [architecture], "auto_map": {"AutoModelForCausalLM": "modeling.Qwen99"}}
         (tmp_path / "config.json").write_text(json.dumps(config))
         (tmp_path / "modeling.py").write_text("raise SystemExit")  # no code of a checkpoint is run
-        for model_impl, known in {"auto": "; known are .*", "transformers": ": "}.items():
+        for model_impl, known in {"auto": " is not .*", "transformers": ": "}.items():
             words = f"architecture {architecture}{known}transformers {transformers.__version__} has no causal language"
             with pytest.raises(PenstockError, match=words):
                 LLM(tmp_path, **OPTIONS | {"model_impl": model_impl})

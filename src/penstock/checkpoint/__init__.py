@@ -1,1 +1,1 @@
-"""Reads checkpoints: ``config.json``, headers of GGUF and safetensors files, engine folders. No torch."""
+"""Readers of checkpoints: ``config.json``, headers of GGUF and safetensors files, engine folders. No torch."""

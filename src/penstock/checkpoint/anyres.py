@@ -1,44 +1,45 @@
-"""How LLaVA-OneVision (Li et al., 2024) cuts images of any resolution into tiles, and the features of these."""
+"""Tiles of images of any resolution (anyres), and their features, in LLaVA-OneVision (Li et al., 2024)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 ASPECT_RATIO = "anyres_max_"
+"""Prefix of ``vision_aspect_ratio``; the maximum number of tiles follows."""
 
 
 class FeatureGrid(NamedTuple):
-    """The features of an image's tiles side by side, without those of padding."""
+    """Part of the joined feature grid of all tiles that has no padding, in features."""
 
     top: int
     left: int
     rows: int
     columns: int
     shrunk: tuple[int, int] | None
-    """Rows and columns to which they are reduced where they are too many."""
+    """Rows and columns after downscaling; None: not downscaled."""
 
     @property
     def size(self) -> tuple[int, int]:
-        """Rows and columns in the prompt, before a token is added to each row."""
+        """Rows and columns in the prompt, without the newline token of each row."""
         return self.shrunk or (self.rows, self.columns)
 
 
 class Anyres(NamedTuple):
-    """What ``config.json`` says of tiles."""
+    """Tile settings of ``config.json``."""
 
     resolutions: tuple[tuple[int, int], ...]
-    """Height and width of what images may be cut into tiles from."""
+    """Height and width, in pixels, that images are resized to before they are cut into tiles."""
     edge: int
-    """Pixels of a tile's edge."""
+    """Edge of a tile in pixels."""
     grid: int
-    """Features of a tile's edge."""
+    """Edge of a tile in features."""
     max_tiles: int
-    """Tiles whose features a prompt may have without being reduced."""
+    """Number of tiles above which features are downscaled."""
 
     def best_resolution(self, height: int, width: int) -> tuple[int, int]:
-        """The resolution that keeps the most of an image's pixels, and wastes the fewest."""
+        """The resolution that keeps most of an image's pixels; of several, the one with the least padding."""
 
         def merit(resolution: tuple[int, int]) -> tuple[int, int]:
             scale = min(resolution[1] / width, resolution[0] / height)
@@ -48,10 +49,10 @@ class Anyres(NamedTuple):
         return max(self.resolutions, key=merit)
 
     def features(self, height: int, width: int, tiles: tuple[int, int]) -> FeatureGrid:
-        """The features of an image.
+        """The feature grid of an image.
 
         Args:
-            height, width: of the image, before it was resized.
+            height, width: pixels of the image before it was resized.
             tiles: rows and columns of tiles.
         """
         rows, columns = (count * self.grid for count in tiles)
@@ -67,16 +68,12 @@ class Anyres(NamedTuple):
 
 
 def read_anyres(config: Mapping[str, Any]) -> Anyres:
-    """Read a ``config.json``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is wrong."""
+    """Read the tile settings. Raises ``KeyError``, ``TypeError`` or ``ValueError`` for invalid ones."""
     vision, aspect = config["vision_config"], str(config["vision_aspect_ratio"])
     edge, patch = int(vision["image_size"]), int(vision["patch_size"])
     resolutions = tuple((int(height), int(width)) for height, width in config["image_grid_pinpoints"])
     if not aspect.startswith(ASPECT_RATIO) or not aspect.removeprefix(ASPECT_RATIO).isdecimal():
-        raise ValueError(f"vision_aspect_ratio is {aspect:.40}, and must be {ASPECT_RATIO} and a number")
-    if not resolutions or any(size % edge or size < 1 for size in _flat(resolutions)) or patch < 1:
+        raise ValueError(f"vision_aspect_ratio is {aspect:.40}; it must be {ASPECT_RATIO}N with a number N")
+    if not resolutions or any(size % edge or size < 1 for each in resolutions for size in each) or patch < 1:
         raise ValueError(f"image_grid_pinpoints must be multiples of image_size ({edge})")
     return Anyres(resolutions, edge, edge // patch, max(int(aspect.removeprefix(ASPECT_RATIO)), 1))
-
-
-def _flat(resolutions: Sequence[tuple[int, int]]) -> list[int]:
-    return [size for resolution in resolutions for size in resolution]

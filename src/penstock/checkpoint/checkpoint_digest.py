@@ -1,4 +1,4 @@
-"""What identifies the contents of a checkpoint on any machine."""
+"""Digests that identify the contents of a checkpoint on any machine."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .stored_tensors import INDEX
 
 PYTORCH_INDEX = "pytorch_model.bin.index.json"
 PATTERNS = ("*.safetensors", "pytorch_model*.bin")
-"""Files with weights."""
+"""Glob patterns of weight files."""
 SAMPLE_BYTES, SPACING = 2**12, 2**24
-"""``file_digests`` reads a sample of each tensor, and one more for every ``SPACING`` bytes of it."""
+"""Bytes of a sample, and its spacing: a tensor has one sample, and one more for every ``SPACING`` bytes."""
 
 
 class _Tensor(msgspec.Struct):
@@ -28,8 +28,8 @@ class _Tensor(msgspec.Struct):
 
 
 def checkpoint_digest(folder: Path) -> str:
-    """Identifies the contents of a checkpoint wherever it lies, by ``file_digests``. An engine folder has the
-    digest of the checkpoint that it was built from."""
+    """Digest of a checkpoint's contents (``file_digests``). An engine folder has the digest of the checkpoint that it
+    was built from."""
     if built := read_engine_config(folder):
         return built.weights_version
     digest = hashlib.sha256()
@@ -39,11 +39,11 @@ def checkpoint_digest(folder: Path) -> str:
 
 
 def file_digests(folder: Path) -> dict[str, str]:
-    """A digest of each file of a checkpoint by its name: of ``config.json`` and the index whole, of safetensors and
-    GGUF files by size, header and samples, of PyTorch's by the checksums in them.
+    """Digest of each file of a checkpoint, by file name. ``config.json`` and the index are hashed whole, safetensors
+    and GGUF files by size, header and samples, PyTorch files by size and the checksums in them.
 
-    Weights that were trained differ in nearly every number of a tensor; a few numbers that were changed by hand may be
-    missed. One sample takes a page of each 16 MiB, so that this takes milliseconds.
+    Training changes nearly every value of a tensor, so samples show it; a few values changed by hand may be missed.
+    Only a page of each 16 MiB is read, which takes milliseconds.
     """
     weights = weight_files(folder) or sorted(folder.glob("*.gguf"))
     paths = [folder / "config.json", folder / INDEX, folder / PYTORCH_INDEX, *weights]
@@ -58,7 +58,7 @@ def _file_digest(path: Path) -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Files of ``PATTERNS``; where there are none, weights may be in GGUF files."""
+    """Safetensors and PyTorch weight files of a folder, sorted; empty for folders with GGUF files only."""
     return sorted(path for pattern in PATTERNS for path in folder.glob(pattern))
 
 
@@ -67,7 +67,7 @@ def _whole(path: Path) -> Iterator[bytes]:
 
 
 def _checksums(path: Path) -> Iterator[bytes]:
-    """Size, and CRC-32 of every part of a file of ``torch.save``, unless it is damaged, as its reader will tell."""
+    """Size of a ``torch.save`` file, and CRC-32 of each of its parts. Damaged files are reported by the loader."""
     yield f"{path.stat().st_size} ".encode()
     with suppress(BadZipFile, NotImplementedError, OSError, ValueError), ZipFile(path) as parts:
         yield repr([(part.filename, part.CRC, part.file_size) for part in parts.infolist()]).encode()
@@ -79,8 +79,8 @@ def _safetensors_samples(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         yield (header := file.read(min(length, size)))
-        for place in _sample_offsets(_spans(header)):
-            file.seek(min(8 + length + place, size))
+        for offset in _sample_offsets(_spans(header)):
+            file.seek(min(8 + length + offset, size))
             yield file.read(SAMPLE_BYTES)
 
 
@@ -88,12 +88,12 @@ def _gguf_samples(path: Path) -> Iterator[bytes]:
     file = GGUFFile(path)
     spans = [(tensor.offset, tensor.offset + tensor.size) for tensor in file.tensors.values()]
     yield file.content[: min((begin for begin, _ in spans), default=len(file.content))]
-    for place in _sample_offsets(spans):
-        yield file.content[place : place + SAMPLE_BYTES]
+    for offset in _sample_offsets(spans):
+        yield file.content[offset : offset + SAMPLE_BYTES]
 
 
 def _spans(header: bytes) -> list[tuple[int, int]]:
-    """Where tensors begin and end, from the header's end; none where it is damaged, as those who read it will tell."""
+    """Begin and end of each tensor, in bytes after the header; empty if it is damaged (reported by the loader)."""
     try:
         tensors = msgspec.json.decode(header, type=dict[str, _Tensor]).values()
     except msgspec.MsgspecError:
@@ -102,7 +102,6 @@ def _spans(header: bytes) -> list[tuple[int, int]]:
 
 
 def _sample_offsets(spans: list[tuple[int, int]]) -> list[int]:
-    """Where samples begin."""
     offsets = []
     for begin, end in sorted(spans):
         count = 1 + (end - begin) // SPACING
@@ -112,4 +111,4 @@ def _sample_offsets(spans: list[tuple[int, int]]) -> list[int]:
 
 
 _SAMPLED = {".safetensors": _safetensors_samples, ".bin": _checksums, ".gguf": _gguf_samples}
-"""What files are identified by; others by all of their contents."""
+"""Functions that yield the bytes to hash, by file suffix; other files are hashed whole."""

@@ -1,5 +1,5 @@
-"""Bounds of the fields of a ``config.json``, of any family: what is outside of them is no model's, and would end in a
-traceback, in endless memory, or in an answer of noise."""
+"""Bounds of the fields of ``config.json``, for all families. No model has values outside of them; they would cause
+tracebacks, exhaust the memory, or produce noise."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any, NamedTuple
 
 
 class Bound(NamedTuple):
-    """The values that a field may have. ``null`` is the same as no field."""
+    """Range of a number. ``null`` counts as an absent field."""
 
     least: float
     most: float
     whole: bool = True
-    """Whether it is a whole number."""
+    """True for integers."""
     many: bool = False
-    """Whether it may also be a list of such numbers."""
+    """True if a list of such numbers is allowed, too."""
 
     def allows(self, value: Any) -> bool:
         if isinstance(value, list) and self.many:
             return all(each is None or self._replace(many=False).allows(each) for each in value)
         kinds = (int,) if self.whole else (int, float)
-        return type(value) in kinds and self.least <= value <= self.most  # not of NaN
+        return type(value) in kinds and self.least <= value <= self.most  # false for NaN
 
     def __str__(self) -> str:
         if self.whole:
@@ -31,7 +31,7 @@ class Bound(NamedTuple):
 
 
 class Flag:
-    """True or false, which some files write as numbers."""
+    """A boolean, which some files write as 0 or 1."""
 
     def allows(self, value: Any) -> bool:
         return value in (0, 1) and isinstance(value, int)
@@ -41,10 +41,10 @@ class Flag:
 
 
 class Text(NamedTuple):
-    """A text that is not empty."""
+    """A non-empty string."""
 
     many: bool = False
-    """Whether it is a list of texts."""
+    """True for a list of strings."""
 
     def allows(self, value: Any) -> bool:
         if self.many:
@@ -52,13 +52,13 @@ class Text(NamedTuple):
         return isinstance(value, str) and value != ""
 
     def __str__(self) -> str:
-        return "a list of texts" if self.many else "a text"
+        return "a list of strings" if self.many else "a non-empty string"
 
 
 MAX_LAYERS, MAX_SIZE, MAX_HEADS, MAX_HEAD_DIM, MAX_EXPERTS = 2048, 2**18, 2**14, 2**12, 2**14
 MAX_POSITIONS = 2**27
 MAX_TOKENS = 2**24
-"""Tokens of a vocabulary."""
+"""Maximum size of a vocabulary."""
 SIZE, HEADS, HEAD_DIM = Bound(1, MAX_SIZE), Bound(1, MAX_HEADS), Bound(0, MAX_HEAD_DIM)
 INTERMEDIATE = Bound(0, 2**22, many=True)
 LAYERS, LAYER_NUMBER = Bound(1, MAX_LAYERS), Bound(0, MAX_LAYERS)
@@ -128,7 +128,7 @@ BOUNDS: dict[str, Bound | Flag | Text] = {
     **dict.fromkeys(("dtype", "torch_dtype", "rope_type", "topk_method", "position_embedding_type"), Text()),
     **dict.fromkeys(("architectures", "layer_types"), Text(many=True)),
 }
-"""By name, wherever in ``config.json`` it is."""
+"""Bounds by field name, at any depth of ``config.json``."""
 GENERATION_BOUNDS: dict[str, Bound | Flag | Text] = {
     "eos_token_id": Bound(0, MAX_TOKENS, many=True),
     "temperature": Bound(0, 1e6, whole=False),
@@ -137,15 +137,15 @@ GENERATION_BOUNDS: dict[str, Bound | Flag | Text] = {
     "repetition_penalty": Bound(1e-6, 1e6, whole=False),
     "do_sample": Flag(),
 }
-"""Of ``generation_config.json``, likewise."""
+"""Bounds of the fields of ``generation_config.json``."""
 SKIPPED = frozenset(("quantization_config", "compression_config", "id2label", "label2id", "gguf"))
-"""Objects that are checked where they are read, or that are not."""
+"""Objects that are not checked here: their readers check them, or nothing reads them."""
 
 
 def out_of_bounds(
     config: Mapping[str, Any], bounds: Mapping[str, Bound | Flag | Text] = BOUNDS, path: str = ""
 ) -> Iterator[str]:
-    """Sentences about fields that no model has like this, those in objects within by their path, ``text_config.…``."""
+    """Yield a message for each field that is out of bounds. Nested fields are named by path, ``text_config.…``."""
     for name, value in config.items():
         bound = bounds.get(name)
         if isinstance(value, Mapping) and name not in SKIPPED and bound is None:

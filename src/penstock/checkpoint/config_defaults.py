@@ -1,8 +1,7 @@
-"""Defaults of ``config.json``: a field that a file leaves out has the value of its configuration class in transformers.
+"""Defaults of ``config.json``: an absent field has the default of the configuration class in transformers.
 
 The classes are in ``config_defaults.json``, which ``tests/config_classes.py`` writes and the tests compare with the
-library. Where files leave fields out differs between families: the base of rotary positions, a sliding window, or a
-soft cap are none of the ``Llama`` defaults.
+library. Llama's defaults do not fit all families, which differ in the RoPE base, sliding window and soft caps.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 CLASSIFIER = "ForSequenceClassification"
-"""End of the names of architectures with a classifier."""
+"""Suffix of architectures with a classifier."""
 ENDS = (CLASSIFIER, "ForMaskedLM", "ForPreTraining", "ForCausalLM", "Model")
-"""Ends of the names of architectures over the same model."""
+"""Suffixes of architectures with the same configuration class."""
 INTERNLM2 = {
     "fields": {
         **{"vocab_size": 103_168, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32},
@@ -27,13 +26,13 @@ INTERNLM2 = {
     "architecture": "InternLM2ForCausalLM",
     "rope": {"rope_theta": 10_000.0},
 }
-"""The class that InternLM 2's checkpoints ship, which transformers does not have."""
+"""Class that InternLM 2 checkpoints bring along; transformers has none."""
 SPELLINGS = {
     "Ernie4_5_ForCausalLM": "ernie4_5",
     "Ernie4_5_MoEForCausalLM": "ernie4_5_moe",
     "InternLM3ForCausalLM": "internlm3",
 }
-"""``model_type`` of architectures under names that transformers does not have."""
+"""Architecture names unknown to transformers → ``model_type``."""
 
 
 @dataclass(frozen=True)
@@ -42,20 +41,20 @@ class ConfigClass:
 
     model_type: str
     fields: Mapping[str, Any]
-    """Defaults other than ``None``."""
+    """Default values, without those that are ``None``."""
     nullable: tuple[str, ...] = ()
     """Fields for which ``null`` differs from absent."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names of fields; they win over the fields' own."""
+    """Alias → field name. The value of an alias takes precedence."""
     architecture: str = ""
-    """Model class that transformers makes of it; empty for objects within others."""
+    """Model class of transformers; empty for classes of nested objects."""
     rope: Mapping[str, Any] | None = None
-    """Defaults of rotary positions; None where there are none, or they have two dimensions."""
+    """Defaults of rotary parameters; None: no rotary embedding, or a two-dimensional one."""
     text_config: Mapping[str, Any] = field(default_factory=dict)
-    """Object used where a file has none; its ``model_type`` is also that of an object that names none. Empty where the
-    class has no such object."""
+    """Default of an absent ``text_config``; its ``model_type`` is also the default in a given one. Empty: the class
+    has no ``text_config``."""
     vision_config: Mapping[str, Any] = field(default_factory=dict)
-    """Same, of ``vision_config``."""
+    """Default of ``vision_config``, with the same meaning."""
 
 
 @cache
@@ -68,7 +67,7 @@ def _classes() -> Mapping[str, ConfigClass]:
 def _by_architecture() -> Mapping[str, ConfigClass]:
     classes = _classes()
     named = {each.architecture: each for each in classes.values() if each.architecture}
-    named["LlamaForCausalLM"] = classes["llama"]  # which transformers also makes of InternLM 3
+    named["LlamaForCausalLM"] = classes["llama"]  # also the model class of internlm3 in transformers
     return named | {name: classes[kind] for name, kind in SPELLINGS.items()}
 
 
@@ -78,8 +77,8 @@ def class_named(model_type: Any) -> ConfigClass | None:
 
 
 def class_of(config: Mapping[str, Any]) -> ConfigClass | None:
-    """The class of a ``config.json``: of its architecture, as this decides what computes it, or of its ``model_type``;
-    None where neither is known."""
+    """The class of a ``config.json``: by its architecture, which decides what computes it, else by ``model_type``.
+    None if neither is known."""
     name = str(next(iter(config.get("architectures") or [""])))
     stem = next((name.removesuffix(end) for end in ENDS if name.endswith(end)), name)
     known = _by_architecture()
@@ -91,8 +90,8 @@ def class_of(config: Mapping[str, Any]) -> ConfigClass | None:
 
 
 def with_defaults(config: Mapping[str, Any], known: ConfigClass | None) -> dict[str, Any]:
-    """A configuration by the names of its class, with what it leaves out. ``null`` is the same as no field, except
-    where it has a meaning: ``sliding_window: null`` is no window."""
+    """A configuration with aliases resolved and the defaults of its class. ``null`` counts as absent, except in
+    ``nullable`` fields: ``sliding_window: null`` is no window."""
     if known is None:
         return dict(config)
     given = {name: value for name, value in config.items() if value is not None or name in known.nullable}

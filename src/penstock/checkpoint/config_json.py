@@ -1,4 +1,4 @@
-"""Reads a checkpoint's ``config.json``: the one place where the engine and ``penstock plan`` do."""
+"""Reader of a checkpoint's ``config.json``, for the engine and ``penstock plan``."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from .stored_tensors import stored_dtype, stored_head
 
 CONFIG = "config.json"
 QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json")
-"""Files of AutoGPTQ and AutoAWQ, which describe the quantization where ``config.json`` does not."""
+"""Files of AutoGPTQ and AutoAWQ with the ``quantization_config`` that ``config.json`` lacks."""
 MODELOPT_FILE = "hf_quant_config.json"
-"""File of NVIDIA's Model Optimizer, likewise."""
+"""File of NVIDIA Model Optimizer with the same purpose."""
 
 
 def read_config_json(folder: Path, weights: bool = True) -> dict[str, Any]:
-    """The configuration of a checkpoint, with what its ``config.json`` leaves out: defaults of its class, rotary
-    positions in one spelling (``checkpoint/rope.py``), and values read from the weights.
+    """The complete configuration of a checkpoint: ``config.json`` with the defaults of its class, one spelling of
+    rotary parameters (``checkpoint/rope.py``), and values read from the weights.
 
     Args:
-        weights: read the weights, which decide ``dtype`` and ``tie_word_embeddings``. API processes need neither.
+        weights: read ``dtype`` and ``tie_word_embeddings`` from the weights. API processes need neither.
 
-    Raises ``PenstockError`` (``invalid``) where there is no such file, or it is broken.
+    Raises ``PenstockError`` (``invalid``) if the file is absent or broken.
     """
     given, path = read_plain_config_json(folder), folder / CONFIG
     try:
         complete = with_decoder_fields(complete_config(given))
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        raise invalid("model", f"{path} has a value of the wrong kind: {error}") from error
+        raise invalid("model", f"{path} has an invalid value: {error}") from error
     return _with_stored(complete, given, folder) if weights else complete
 
 
 def read_plain_config_json(folder: Path) -> dict[str, Any]:
-    """The object in a checkpoint's ``config.json``, as it is. Raises ``PenstockError`` (``invalid``) where there is
-    none, or a number in it is out of bounds (``config_bounds.py``)."""
+    """``config.json`` of a checkpoint without completion, but with the ``quantization_config`` of other files. Raises
+    ``PenstockError`` (``invalid``) if it is absent, broken, or out of bounds (``config_bounds.py``)."""
     path = folder / CONFIG
     if not path.exists():
         raise invalid("model", f"{folder} has no {CONFIG}: name a folder with a Hugging Face checkpoint")
@@ -52,18 +52,18 @@ def read_plain_config_json(folder: Path) -> dict[str, Any]:
     elif isinstance(given, Mapping) and given.get("quant_method") == "modelopt":
         result["quantization_config"] = _modelopt(given, path)
     try:
-        sentence = next(out_of_bounds(result), "")
+        message = next(out_of_bounds(result), "")
     except (AttributeError, RecursionError, TypeError, ValueError) as error:
-        raise invalid("model", f"{path} has a value of the wrong kind: {error}") from error
-    if sentence:
-        raise invalid("model", f"{path}: {sentence}")
+        raise invalid("model", f"{path} has an invalid value: {error}") from error
+    if message:
+        raise invalid("model", f"{path}: {message}")
     return result
 
 
 def _with_stored(config: dict[str, Any], given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """A configuration with the dtype of the weights where it names none, and tied embeddings as the weights have them:
-    where both matrices are there and differ, ``tie_word_embeddings`` does not hold, as in transformers; where it is
-    not given, a model without a language model head is tied."""
+    """Complete ``dtype`` and ``tie_word_embeddings`` from the weights. ``dtype`` is read if absent. Embeddings are not
+    tied if the files have both matrices and these differ, as in transformers; they are tied if the field is absent and
+    the files have no language model head."""
     if config.get("gguf"):
         return config
     named = [config[name] for name in ("dtype", "torch_dtype") if config.get(name) not in (None, "auto")]
@@ -78,7 +78,7 @@ def _with_stored(config: dict[str, Any], given: Mapping[str, Any], folder: Path)
 
 
 def _quantization_of_side_file(folder: Path) -> dict[str, Any]:
-    """``quantization_config`` from the first file that describes the quantization; empty without any."""
+    """``quantization_config`` from the first file that describes the quantization; empty if there is no such file."""
     for name in QUANTIZATION_FILES:
         if not (folder / name).is_file():
             continue
@@ -93,17 +93,17 @@ def _quantization_of_side_file(folder: Path) -> dict[str, Any]:
 
 
 def _modelopt(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """``quantization_config`` of a checkpoint of NVIDIA's Model Optimizer in FP8: matrices with a ``weight_scale`` are
-    quantized. Raises ``PenstockError`` (``unsupported``) for another algorithm."""
+    """``quantization_config`` of an FP8 checkpoint of NVIDIA Model Optimizer, whose quantized matrices have a
+    ``weight_scale``. Raises ``PenstockError`` (``unsupported``) for another algorithm."""
     if (algorithm := found.get("quant_algo")) != "FP8":
-        message = f"{path}: the quantization {algorithm!r:.60} (quant_algo) of Model Optimizer is not read; FP8 is"
+        message = f"{path}: quant_algo {algorithm!r:.60} of Model Optimizer is not supported; FP8 is"
         raise PenstockError(Code.UNSUPPORTED, message, "model")
     return {"quant_method": "fp8", "activation_scheme": "static"}
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ``PenstockError`` (``invalid``) where the file cannot be read, or does not hold one."""
+    """The JSON object in a file. Raises ``PenstockError`` (``invalid``) for an unreadable file or another value."""
     result = read_json_file(path)
     if not isinstance(result, dict):
-        raise invalid("model", f"{path} does not hold an object")
+        raise invalid("model", f"{path} is not a JSON object")
     return result

@@ -1,4 +1,4 @@
-"""What dense families have in other ways than Llama: the switches of the shared decoder."""
+"""Options of the shared decoder: how a family differs from Llama."""
 
 from __future__ import annotations
 
@@ -8,83 +8,85 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class NormOptions:
-    """The norms of a model: RMS norms whose weights have the model's dtype, unless said otherwise."""
+    """The norms of a model. The default is an RMS norm with weights of the model's dtype."""
 
     kind: Literal["rms", "layer"] = "rms"
     float32: bool = False
-    """Whether an RMS norm's product with its weights is computed in float32, and rounded only then."""
+    """Multiply by the RMS norm's weight in float32, and round after that."""
     unit_offset: bool = False
-    """Whether an RMS norm multiplies by one more than the weights of the checkpoint; always in float32."""
+    """Multiply by 1 + weight of the RMS norm, in float32 (Gemma)."""
     bias: bool = False
-    """Whether a layer norm has one."""
+    """Layer norms have a bias."""
 
 
 @dataclass(frozen=True)
 class LayerNorms:
-    """Names of a decoder layer's norms in the checkpoint; None where the layer has none there."""
+    """Names of a decoder layer's norms in the checkpoint; None: no such norm."""
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
-    """Of what is added to the residual stream."""
+    """Norm of the attention output, before it is added to the residual stream (post-norm)."""
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
+    """Norm of the MLP output, before it is added to the residual stream (post-norm)."""
 
 
 @dataclass(frozen=True)
 class QKNormOptions:
-    """Norms on queries and keys, which are ``q_norm`` and ``k_norm`` in the checkpoint."""
+    """Norms applied to queries and keys (``q_norm``, ``k_norm``)."""
 
-    over: Literal["head", "projection"] = "head"
-    """What is normed: each head, or all heads of a token together."""
-    weight: Literal["shared", "own", "none"] = "shared"
-    """Of a norm over heads: whether they share the weights, or each has its own; with none, only layers with rotary
-    positions have norms."""
+    scope: Literal["head", "projection"] = "head"
+    """Normalize each head separately, or all heads of a token together."""
+    weight: Literal["shared", "per_head", "none"] = "shared"
+    """Norm weight with scope "head": shared by all heads, one per head, or none. With none, only layers with rotary
+    embedding have norms."""
     after_rope: bool = False
+    """Normalize after the rotary embedding."""
 
 
 @dataclass(frozen=True)
 class QueryScaling:
-    """Queries are multiplied by ``1 + factor * log(1 + (position + offset) // interval)`` (Nakanishi, 2025)."""
+    """Query scale by position: ``1 + factor * log(1 + (position + offset) // interval)`` (Nakanishi, 2025)."""
 
     factor: float
     interval: float
     offset: int = 0
     every_layer: bool = True
-    """Otherwise layers without rotary positions alone."""
+    """False: only in layers without rotary embedding."""
 
 
 @dataclass(frozen=True)
 class DecoderOptions:
-    """How a decoder differs from Llama's."""
+    """Differences from Llama's decoder. The defaults are Llama."""
 
     norm: NormOptions = field(default_factory=NormOptions)
     layer_norms: LayerNorms = field(default_factory=LayerNorms)
     qk_norm: QKNormOptions = field(default_factory=QKNormOptions)
-    """Of models with ``ModelConfig.qk_norm``."""
+    """Used if ``ModelConfig.qk_norm`` is set."""
     parallel_residual: bool = False
-    """Whether the MLP reads what attention reads; both are added to the residual stream."""
+    """Attention and MLP read the same input; their outputs are added (GPT-NeoX, Falcon)."""
     activation: str = "silu"
-    """Of the MLP, a name of ``ops.activations.ACTIVATIONS``; of a gated one, of ``GATES``, too."""
+    """Activation of the MLP: a key of ``ops.activations.ACTIVATIONS``, and of ``GATES`` if ``gated_mlp``."""
     gated_mlp: bool = True
-    """Whether the MLP is ``down(activation(gate(x)) * up(x))``; otherwise ``c_proj(activation(c_fc(x)))``."""
+    """MLP is ``down(activation(gate(x)) * up(x))``; else ``c_proj(activation(c_fc(x)))``."""
     rope_interleaved: bool = False
-    """Whether neighbours in a head are rotated against each other (GPT-J style), not its halves."""
+    """Rotate adjacent dimensions (GPT-J) instead of the two halves of a head (GPT-NeoX)."""
     partial_rotary_factor: float = 1.0
-    """Share of a head that is rotated."""
+    """Fraction of a head that is rotated."""
     rope_layers: tuple[bool, ...] = ()
-    """Which layers have rotary positions; empty is all."""
+    """True for each layer with rotary embedding; empty: all layers."""
     attention_scale: float | None = None
-    """Of the products of queries and keys; None is ``head_dim ** -0.5``."""
+    """Softmax scale; None: ``head_dim ** -0.5``."""
     attention_softcap: float = 0.0
-    """As of ``AttentionOptions``."""
+    """Soft cap of the attention scores, ``cap * tanh(score / cap)`` (Gemma 2); 0: off."""
     attention_sinks: bool = False
-    """Whether each head has a learned logit that takes part in the softmax and has no value (``sinks``)."""
+    """Each head has a learned sink logit in the softmax denominator (gpt-oss)."""
     attention_chunks: bool = False
-    """Whether queries of layers with a window see the chunk of that many positions that they are in, not a window."""
+    """Windows are chunks: a query sees the positions of its chunk up to its own (Llama 4), not the last ones."""
     query_scaling: QueryScaling | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
-    """Of what attention and MLP add to the residual stream."""
+    """Scale of the attention and MLP outputs that are added to the residual stream (Granite)."""
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
-    """Logits become ``cap * tanh(logit / cap)``; 0 leaves them."""
+    """Soft cap of the logits, ``cap * tanh(logit / cap)``; 0: off."""

@@ -1,4 +1,4 @@
-"""Encoders: which architectures they are, and what their configurations mean. Known without torch."""
+"""Encoder architectures and their fields of ``config.json``. No torch."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from penstock.core import Code, PenstockError
 from .config_defaults import CLASSIFIER, class_named
 
 PREFIXES = {"Bert": "bert", "Roberta": "roberta", "XLMRoberta": "roberta", "ModernBert": "model", "Gte": "gte"}
-"""How the names of architectures begin, and what the names of tensors begin with where the model has a head."""
+"""Prefix of architectures → prefix of the encoder's tensor names in checkpoints with a head."""
 SUFFIXES = ("Model", "ForMaskedLM", "ForPreTraining", "ForSequenceClassification")
-"""How they end. Of a masked language model, and one for pretraining, the head is left out."""
+"""Suffixes of architectures. The heads for masked language modeling and pretraining are not loaded."""
 
 
 def encoder_prefix(config: Mapping[str, Any]) -> str | None:
-    """What the names of an encoder's tensors begin with in a checkpoint of a model with a head; None for decoders."""
+    """Prefix of an encoder's tensor names in a checkpoint with a head; None for decoders."""
     name = architecture_name(config)
     return next((PREFIXES[name.removesuffix(end)] for end in SUFFIXES if name.removesuffix(end) in PREFIXES), None)
 
 
 def architecture_name(config: Mapping[str, Any]) -> str:
-    """The first of ``architectures`` of a ``config.json``, or what its ``model_type`` is of."""
+    """The first of ``architectures``; if absent, the architecture of the ``model_type``."""
     known = class_named(config.get("model_type"))
     default = known.architecture if known and known.architecture else "none"
     return str(next(iter(config.get("architectures") or [default])))
 
 
 def is_classifier(config: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint has a classifier, of sequences or of pairs (cross-encoders)."""
+    """Whether a checkpoint has a classifier of sequences or pairs of them (cross-encoder)."""
     return architecture_name(config).endswith(CLASSIFIER)
 
 
 def num_labels(config: Mapping[str, Any]) -> int:
-    """Number of a classifier's outputs."""
+    """Number of outputs of a classifier."""
     return len(config.get("id2label") or ()) or int(config.get("num_labels") or 2)
 
 
 def max_encoder_len(config: Mapping[str, Any]) -> int:
-    """Longest text of an encoder, in tokens. RoBERTa counts positions from behind the padding token's."""
+    """Maximum number of tokens of an encoder. RoBERTa's positions start after the id of the padding token."""
     positions = int(config.get("max_position_embeddings") or 512)
     return positions - first_position(config)
 
@@ -52,21 +52,22 @@ def first_position(config: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """What an encoder has besides a ``ModelConfig``."""
+    """Fields of an encoder that decoders do not have."""
 
     prefix: str
-    """What the names of tensors begin with where the model has a head."""
+    """Prefix of tensor names in checkpoints with a head."""
     type_vocab_size: int
-    """Token types (BERT's first and second text); 0 where the model has none."""
+    """Number of token types (BERT's first and second text); 0 if the model has none."""
 
 
 def encoder_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of ``dense_config`` that encoders name in another way.
+    """Arguments of ``dense_config`` for an encoder.
 
-    Raises ``PenstockError`` (``unsupported``) for the architecture of a decoder, as ``BertLMHeadModel``.
+    Raises ``PenstockError`` (``unsupported``) for an encoder used as a decoder (``BertLMHeadModel``).
     """
     if (prefix := encoder_prefix(raw)) is None:
-        raise PenstockError(Code.UNSUPPORTED, f"{architecture_name(raw)}: an encoder as a decoder", "model")
+        message = f"architecture {architecture_name(raw)}: an encoder as a decoder is not supported"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
     return {
         "encoder": EncoderConfig(prefix, int(raw.get("type_vocab_size") or 0)),
         "max_model_len": max_encoder_len(raw),

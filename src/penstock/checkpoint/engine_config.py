@@ -1,6 +1,6 @@
-"""Engine folders, which ``penstock build`` writes: a model with its weights packed for one kind of kernels.
+"""Engine folders, written by ``penstock build``: a model with its weights packed for one kind of kernels.
 
-D/config.json              the model's own, and under ``engine_config`` what the folder was built for
+D/config.json              the model's ``config.json``, with the build's ``EngineConfig`` under ``engine_config``
 D/tokenizer.json …         the model's other small files
 D/rank_0/weights-00000.packed …   packed weights of each rank (pipeline stage * tensor_parallel_size + rank)
 """
@@ -19,97 +19,97 @@ from penstock.version import __version__
 from .config_json import CONFIG, read_config_json
 
 KEY = "engine_config"
-"""Of ``config.json``."""
-NOTES = ("about", "pretrained_config", "build_config")
-"""Further entries of ``config.json``, of TensorRT-LLM's engine folders."""
+"""Key of ``EngineConfig`` in ``config.json``."""
+TRTLLM_KEYS = ("about", "pretrained_config", "build_config")
+"""Further keys of ``config.json``, as in TensorRT-LLM's engine folders."""
 UNFINISHED = f"{CONFIG}.part"
-"""The name of ``config.json`` until all else of the folder is written."""
-DECIDED = ("dtype", "quantization", "tensor_parallel_size", "pipeline_parallel_size")
-"""Options that a build decides for good."""
+"""Name of ``config.json`` until all other files of the folder are written."""
+FIXED_OPTIONS = ("dtype", "quantization", "tensor_parallel_size", "pipeline_parallel_size")
+"""Options that a build fixes."""
 LIMITS = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_prompt_len", "max_output_len")
 RECORDED = (*LIMITS, "kv_cache_dtype")
-"""Options that a build records as the defaults of servers, where they are given."""
+"""Options of a build that become defaults of the server."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True):
-    """What an engine folder was built for."""
+    """Configuration that an engine folder was built for."""
 
     producer: str
     """Version of Penstock."""
     layout: str
     """``Ops.LAYOUT`` of the kernels."""
     weights_version: str
-    """That of the checkpoint (``checkpoint_digest``)."""
+    """``checkpoint_digest`` of the checkpoint."""
     checkpoint: str
-    """Where that was, for people."""
+    """Path of the checkpoint, for messages."""
     dtype: str
-    """That the model computes in."""
+    """Dtype of the computation."""
     quantization: str
     tensor_parallel_size: int
     pipeline_parallel_size: int
     layers: tuple[int, ...]
     """Number of layers of each pipeline stage."""
     mtp: bool
-    """Whether it has the layers for multi-token prediction."""
+    """True if the folder has the layers for multi-token prediction."""
     max_shard_size: int
-    """Bytes of a file, about."""
+    """Approximate maximum size of a file in bytes."""
     options: dict[str, int | str] = {}
-    """Those of ``RECORDED`` that were given."""
+    """The options of ``RECORDED`` that were given."""
 
     @property
     def world_size(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def stage_of(self, layers: range | None, num_layers: int) -> int:
-        """The pipeline stage that computes these layers, None being all. Raises ``PenstockError`` (``invalid``) where
-        none does."""
+        """The pipeline stage with these layers (None: all). Raises ``PenstockError`` (``invalid``) if there is no such
+        stage."""
         layers, first = layers or range(num_layers), 0
         for stage, count in enumerate(self.layers):
             if layers == range(first, first + count):
                 return stage
             first += count
-        words = f"the engine folder was built for {self.pipeline_parallel_size} stages of these numbers of layers: "
-        words += f"{', '.join(map(str, self.layers))}; leave pipeline_parallel_size out, or build it again"
-        raise invalid("pipeline_parallel_size", words, self.pipeline_parallel_size)
+        message = f"the engine folder was built for {self.pipeline_parallel_size} stages of these numbers of layers: "
+        message += f"{', '.join(map(str, self.layers))}; leave pipeline_parallel_size out, or build it again"
+        raise invalid("pipeline_parallel_size", message, self.pipeline_parallel_size)
 
     def defaults(self) -> dict[str, Any]:
-        """The options with which to serve the folder where no others are given."""
-        decided = {name: getattr(self, name) for name in DECIDED}
+        """Default options of a server of this folder."""
+        fixed = {name: getattr(self, name) for name in FIXED_OPTIONS}
         if self.pipeline_parallel_size > 1:
-            decided["pipeline_parallel_layers"] = ",".join(map(str, self.layers))
-        return {**self.options, **decided}
+            fixed["pipeline_parallel_layers"] = ",".join(map(str, self.layers))
+        return {**self.options, **fixed}
 
     def check(self, folder: Path, options: Mapping[str, Any], layout: str = "") -> None:
-        """Raise ``PenstockError`` (``invalid``) where the folder is not for these kernels, or options contradict it.
+        """Raise ``PenstockError`` (``invalid``) if the folder was built for other kernels or options.
 
         Args:
-            options: of ``DECIDED``.
-            layout: of the kernels, where it is known.
+            options: some of ``FIXED_OPTIONS``.
+            layout: ``Ops.LAYOUT`` of the kernels; "": not checked.
         """
-        again = f"build it again from the checkpoint (it was {self.checkpoint})"
+        rebuild = f"build it again from the checkpoint (it was {self.checkpoint})"
         if self.producer != __version__:
             raise invalid(
-                "model", f"{folder} was built by Penstock {self.producer}, and this is {__version__}; {again}"
+                "model", f"{folder} was built by Penstock {self.producer}, and this is {__version__}; {rebuild}"
             )
         if layout and self.layout != layout:
-            words = f"{folder} was built for kernels of the layout {self.layout}, and those here have {layout}"
-            raise invalid("model", f"{words}; {again} with the --device or --ops that are to serve it")
+            message = f"{folder} was built for kernels of layout {self.layout}, and the kernels here have {layout}"
+            raise invalid("model", f"{message}; {rebuild} with the --device or --ops that will serve it")
         for name, value in options.items():
             built = getattr(self, name)
             if value != built and (name, value) != ("dtype", "auto"):
-                raise invalid(name, f"is {value}, and {folder} was built for {built}: leave it out, or {again}")
+                raise invalid(name, f"is {value}, and {folder} was built for {built}: leave it out, or {rebuild}")
 
 
 def read_engine_config(folder: Path) -> EngineConfig | None:
-    """What a folder was built for; None for any other folder. Raises ``PenstockError`` (``invalid``) where it cannot be
-    read."""
+    """The configuration of an engine folder; None for other folders. Raises ``PenstockError`` (``invalid``) if it
+    cannot be read."""
     if not (folder / CONFIG).is_file():
         return None
     return engine_config_of(read_config_json(folder, weights=False), folder)
 
 
 def engine_config_of(config: Mapping[str, Any], folder: Path) -> EngineConfig | None:
-    """As ``read_engine_config``, of the object in ``config.json``."""
+    """Same as ``read_engine_config``, from the object in ``config.json``."""
     if KEY not in config:
         return None
     try:
@@ -122,13 +122,13 @@ def engine_config_of(config: Mapping[str, Any], folder: Path) -> EngineConfig | 
         or len(result.layers) != result.pipeline_parallel_size
         or not result.options.keys() <= set(RECORDED)
     ):
-        raise invalid("model", f"{folder / CONFIG} has a {KEY} that says what cannot be; build the folder again")
+        raise invalid("model", f"{folder / CONFIG} has an inconsistent {KEY}; build the folder again")
     return result
 
 
 def engine_defaults(model: str) -> dict[str, Any]:
-    """The options with which to serve a model that is an engine folder; none for another model. A folder that cannot
-    be read has none either: whoever serves it says why."""
+    """Default options of a server of an engine folder; empty for other models, and for a folder that cannot be read,
+    which is reported when it is loaded."""
     try:
         built = read_engine_config(Path(model).expanduser()) if model else None
     except Exception:
@@ -137,12 +137,13 @@ def engine_defaults(model: str) -> dict[str, Any]:
 
 
 def model_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's own part of ``config.json``."""
-    return {name: value for name, value in config.items() if name != KEY and (KEY not in config or name not in NOTES)}
+    """``config.json`` without the keys of engine folders."""
+    added = (KEY, *TRTLLM_KEYS) if KEY in config else ()
+    return {name: value for name, value in config.items() if name not in added}
 
 
 def rank_folder(folder: Path, rank: int) -> Path:
-    """Where the files of a rank are."""
+    """Folder with the files of a rank."""
     return folder / f"rank_{rank}"
 
 

@@ -1,4 +1,4 @@
-"""Mixture of experts in ``config.json``."""
+"""Mixture-of-experts settings of ``config.json``."""
 
 from __future__ import annotations
 
@@ -9,87 +9,90 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Routing:
-    """How each token's experts and their weights follow from the router's logits."""
+    """How experts and their weights are computed from the router's logits."""
 
     top_k: int
-    """Experts of a token."""
+    """Number of experts per token."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
+    """Function from logits to scores."""
     renormalize: bool = False
-    """Whether the scores of a token's experts are divided by their sum."""
+    """Divide the scores of the chosen experts by their sum."""
     min_sum: float = 0.0
-    """Least sum to divide by."""
+    """Lower bound of that sum."""
     scale: float = 1.0
-    """Of the weights in the end."""
+    """Factor of the resulting weights."""
     groups: int = 1
-    """Equal groups of neighbouring experts, of which the best ``top_groups`` may be chosen from (DeepSeek-V2, section
-    2.2.2)."""
+    """Number of equal groups of consecutive experts. Experts are chosen from the best ``top_groups`` groups
+    (DeepSeek-V2, section 2.2.2)."""
     top_groups: int = 1
     group_score: Literal["max", "two best"] = "max"
-    """A group's best score, or the sum of its two best ones (DeepSeek-V3)."""
+    """Score of a group: its best score, or the sum of its two best scores (DeepSeek-V3)."""
 
 
 @dataclass(frozen=True)
 class FusedLayout:
-    """How matrices lie in ``experts.gate_up_proj`` and ``experts.down_proj``, where a checkpoint has such: those of
-    transformers are ``[experts, outputs, inputs]``, all outputs of the gate before those of up."""
+    """Layout of fused tensors with the projections of all experts. The default is that of transformers:
+    ``[experts, outputs, inputs]``, with all outputs of the gate before those of the up projection."""
 
     transposed: bool | None = False
-    """Whether they are ``[experts, inputs, outputs]``; quantized ones never are. None is where their shape is that."""
+    """Tensors are ``[experts, inputs, outputs]``, except quantized ones; None: if their shape says so."""
     interleaved: bool = False
-    """Whether outputs of gate and up take turns, the gate's first."""
+    """Outputs of gate and up projection alternate, beginning with the gate."""
     tensors: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
-    """Names of the two tensors, below that of the layer's module."""
+    """Names of the two tensors in the layer's module."""
 
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """The experts of a model's layers."""
+    """Mixture of experts of a model. Names of modules and tensors are those in the checkpoint."""
 
     num_experts: int
     intermediate_size: int
-    """Of each expert."""
+    """Intermediate size of an expert."""
     routing: Routing
     dense_layers: frozenset[int] = frozenset()
-    """Numbers of the layers that have a dense MLP in place of experts."""
+    """Indices of the layers with a dense MLP instead of experts."""
     shared_size: int = 0
-    """Intermediate size of the expert that every token has, or of several as one; 0 is none."""
+    """Intermediate size of the shared experts together; 0: no shared expert."""
     shared_name: str = "shared_experts"
     shared_bias: bool = False
     shared_gate: str = ""
+    """Name of the matrix of the shared expert's gate; "": no gate."""
     router_bias: str = ""
-    """Name of the tensor that is added to scores for the choice alone, below the layer's name; "" is none."""
+    """Name of the bias that is added to the scores to choose experts, but not to their weights; "": no bias."""
     router_bias_shape: tuple[int, ...] = ()
+    """Shape of that bias in the checkpoint; (): ``[num_experts]``."""
     router_float32: bool = False
-    """Whether the router's matrix is float32 in a model of any dtype."""
+    """Compute the router's logits in float32, whatever the dtype of the model."""
     module: str = "mlp"
-    """Name of the layer's module."""
+    """Name of the layer's MLP module."""
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     bias: bool = False
-    """Whether an expert's projections have biases."""
+    """Projections of experts have biases."""
     router: str = "gate"
     """Name of the router's matrix."""
     router_matrix_bias: bool = False
-    """Whether the matrix has a bias, which is a part of the logits."""
+    """The router's matrix has a bias, which is added to the logits."""
     input_routing: Routing | None = None
-    """As of ``MixtureOfExperts``."""
+    """Routing whose weights scale the input of the experts (see ``MixtureOfExperts``)."""
     vision_intermediate_size: int = 0
-    """Of each expert for tokens of images, where these have as many experts of their own."""
+    """Intermediate size of the separate experts for image tokens (ERNIE 4.5 VL); 0: no separate experts."""
     fused: FusedLayout = field(default_factory=FusedLayout)
-    """Of checkpoints that have a projection of all experts in one tensor; others are read whatever it is."""
+    """Layout of fused experts; ignored for checkpoints with a tensor per expert."""
 
     @property
     def by_modality(self) -> bool:
-        """Whether tokens of images have experts of their own, which no captured forward pass can choose."""
+        """Whether image tokens have separate experts. A captured forward pass cannot choose between them."""
         return self.vision_intermediate_size > 0
 
 
 def read_routing(raw: Mapping[str, Any], num_experts: int, **fields: Any) -> Routing:
-    """The router of a ``config.json``, with the names that most families share.
+    """The router of a ``config.json`` with the usual field names.
 
     Args:
-        fields: of ``Routing`` in place of those read.
+        fields: fields of ``Routing`` that override those of ``raw``.
 
-    Raises ``ValueError`` where it asks for more experts than there are.
+    Raises ``ValueError`` for more experts per token than there are, or uneven groups.
     """
     groups, top_groups = int(raw.get("n_group") or 1), int(raw.get("topk_group") or 1)
     given = {
@@ -100,25 +103,26 @@ def read_routing(raw: Mapping[str, Any], num_experts: int, **fields: Any) -> Rou
     }
     routing = Routing(**given | fields)
     if num_experts % routing.groups or not 1 <= routing.top_groups <= routing.groups:
-        raise ValueError(f"{num_experts} experts in {routing.groups} groups, of which {routing.top_groups} are chosen")
-    if not 1 <= routing.top_k <= num_experts // routing.groups * routing.top_groups:
-        raise ValueError(f"{routing.top_k} experts of a token, of {num_experts}")
+        message = f"{num_experts} experts cannot be in {routing.groups} equal groups with {routing.top_groups} chosen"
+        raise ValueError(message)
+    if not 1 <= routing.top_k <= (most := num_experts // routing.groups * routing.top_groups):
+        raise ValueError(f"{routing.top_k} experts per token; it must be from 1 to {most} (of {num_experts} experts)")
     return routing
 
 
 def num_experts_of(raw: Mapping[str, Any]) -> int:
-    """Number of experts, by either of the names that families use."""
+    """Number of experts: ``num_experts`` or ``num_local_experts``."""
     return int(raw["num_experts"] if raw.get("num_experts") is not None else raw["num_local_experts"])
 
 
 def read_experts(
     raw: Mapping[str, Any], size: str, routing: Mapping[str, Any] | None = None, **fields: Any
 ) -> ExpertsConfig:
-    """The experts of a ``config.json``, by the names that most families share.
+    """The experts of a ``config.json`` with the usual field names.
 
     Args:
-        size: name of the intermediate size of an expert.
-        routing: fields of ``Routing`` in place of those read.
+        size: field of ``raw`` with the intermediate size of an expert.
+        routing: fields of ``Routing`` that override those of ``raw``.
         fields: further fields of ``ExpertsConfig``.
     """
     num_experts = num_experts_of(raw)
@@ -126,18 +130,18 @@ def read_experts(
 
 
 def dense_layers_by_step(raw: Mapping[str, Any]) -> frozenset[int]:
-    """``ExpertsConfig.dense_layers`` by ``mlp_only_layers`` and ``decoder_sparse_step``."""
+    """``ExpertsConfig.dense_layers`` from ``mlp_only_layers`` and ``decoder_sparse_step``."""
     dense, step = raw.get("mlp_only_layers") or (), int(raw.get("decoder_sparse_step") or 1)
     layers = range(int(raw["num_hidden_layers"]))
     return frozenset(layer for layer in layers if layer in dense or (layer + 1) % step)
 
 
 def read_deepseek_experts(raw: Mapping[str, Any], topk_method: str = "noaux_tc") -> ExpertsConfig | None:
-    """The experts of DeepSeek-V3 (DeepSeek-AI, 2024, section 2.1.2), GLM-4.5, and with ``topk_method`` ``greedy`` or
-    ``group_limited_greedy`` of DeepSeek-V2; None where all layers are dense.
+    """The experts of DeepSeek-V3 (DeepSeek-AI, 2024, section 2.1.2), GLM-4.5, and, with ``topk_method`` ``greedy`` or
+    ``group_limited_greedy``, DeepSeek-V2. None if all layers are dense.
 
     Args:
-        topk_method: where ``config.json`` names none.
+        topk_method: default of ``topk_method``.
     """
     num_experts = int(raw.get("n_routed_experts") or 0)
     layers = range(int(raw["num_hidden_layers"]))
@@ -153,7 +157,7 @@ def read_deepseek_experts(raw: Mapping[str, Any], topk_method: str = "noaux_tc")
         case "noaux_tc":
             fields |= {"scores": "sigmoid", "min_sum": 1e-20, "group_score": "two best"}
         case other:
-            raise ValueError(f"topk_method is {other!r:.40}")
+            raise ValueError(f"topk_method is {other!r:.40}; it must be greedy, group_limited_greedy or noaux_tc")
     intermediate_size = int(raw["moe_intermediate_size"])
     return ExpertsConfig(
         num_experts,
@@ -167,23 +171,22 @@ def read_deepseek_experts(raw: Mapping[str, Any], topk_method: str = "noaux_tc")
 
 
 def sparse_layers(config: Mapping[str, Any], layers: int) -> list[int]:
-    """Numbers of the layers with experts of DeepSeek's models: from ``first_k_dense_replace`` on each that is a
-    multiple of ``moe_layer_freq``, or those that it marks where it is a list.
+    """Indices of the layers with experts in DeepSeek models: from ``first_k_dense_replace`` on, the multiples of
+    ``moe_layer_freq``; if that is a list, the layers that it marks.
 
     Raises ``ValueError`` for a list of another length.
     """
     frequency = config.get("moe_layer_freq")
     if isinstance(frequency, list):
         if len(frequency) != layers:
-            raise ValueError(f"moe_layer_freq has {len(frequency)} of {layers} layers")
+            raise ValueError(f"moe_layer_freq has {len(frequency)} entries for {layers} layers")
         return [layer for layer in range(layers) if frequency[layer]]
     first = int(config.get("first_k_dense_replace") or 0)
     return [layer for layer in range(first, layers) if layer % int(frequency or 1) == 0]
 
 
 def read_common_experts(raw: Mapping[str, Any]) -> ExpertsConfig | None:
-    """The experts of a model without a family, by the names that most have, as far as sizes need them; None without
-    experts."""
+    """Sizes of the experts of a model without a ``Family``, from the usual field names. None without experts."""
     names = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
     if not (num_experts := next((int(raw[name]) for name in names if raw.get(name)), 0)):
         return None

@@ -119,7 +119,7 @@ def _experts(
     """
     names = {f"{module}.{router}": "ffn_gate_inp"}
     parts = ("gate", "up", "down")
-    names |= {f"{module}.experts.{own}": f"ffn_{part}_exps" for own, part in zip(projections, parts, strict=True)}
+    names |= {f"{module}.experts.{name}": f"ffn_{part}_exps" for name, part in zip(projections, parts, strict=True)}
     if shared:
         names |= {f"{module}.{shared}.{part}_proj": f"ffn_{part}_shexp" for part in parts}
     if bias:
@@ -673,8 +673,8 @@ ARCHITECTURES = {
     "bert": BERT,
     "modern-bert": MODERN_BERT,
 }
-"""By ``general.architecture``. Vision-language models (``qwen2vl``, ...) are read as their language model: the vision
-encoder is in another file, and M-RoPE gives text the positions of plain RoPE."""
+"""Architectures by ``general.architecture``. Vision-language models (``qwen2vl``, ...) are read as their language
+model: the vision encoder is in another file, and M-RoPE gives text the positions of plain RoPE."""
 SIGMOID = 2
 """``expert_gating_func`` of routers with sigmoid scores."""
 
@@ -686,8 +686,8 @@ def architecture_of(metadata: Metadata) -> Architecture:
     """
     if (name := metadata.architecture) not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        words = f"{metadata.file.path} has a model of architecture {name!r}; {known} are served"
-        raise PenstockError(Code.UNSUPPORTED, words, "model")
+        message = f"{metadata.file.path} has a model of architecture {name!r}; {known} are served"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
     match name:
         case "llama" if metadata.size("expert_count", 0):
             return MIXTRAL

@@ -55,9 +55,9 @@ class _Reader:
         vocabulary, *_ = metadata.tensors["token_embd.weight"].shape
         kind = class_of({"architectures": [architecture.name]})
         assert kind
-        own = {**self._epsilon(), **self._windows(layers), **flags, **architecture.constants}
-        own |= architecture.read(metadata)
-        of_rope = architecture.rope(metadata)
+        fields = {**self._epsilon(), **self._windows(layers), **flags, **architecture.constants}
+        fields |= architecture.read(metadata)
+        rope_fields = architecture.rope(metadata)
         if key := metadata.unread(OTHER_MODELS):
             raise metadata.unsupported(f"a number {key}")
         return {
@@ -73,9 +73,9 @@ class _Reader:
             "head_dim": head_dim,
             "hidden_act": "silu",
             "max_position_embeddings": metadata.size("context_length"),
-            "rope_parameters": self._rope(of_rope, rotary_dim, head_dim),
+            "rope_parameters": self._rope(rope_fields, rotary_dim, head_dim),
             "tie_word_embeddings": "output.weight" not in metadata.tensors,
-            **own,
+            **fields,
             "dtype": self._dtype(),
             "gguf": self._num_weights(),
             **self._token_ids(),
@@ -103,9 +103,9 @@ class _Reader:
                 each if each.endswith(KINDS) else f"{each}.weight"
                 for each in (*architecture.layer.values(), *mlp.values())
             }
-            own = frozenset(tensors)
+            separate = frozenset(tensors)
             for name, parts in FUSED.items():
-                if f"{prefix}{name}.weight" not in names or not own & {f"{part}.weight" for part in parts}:
+                if f"{prefix}{name}.weight" not in names or not separate & {f"{part}.weight" for part in parts}:
                     continue
                 tensors -= {f"{part}.weight" for part in parts if f"{prefix}{part}.weight" not in names}
                 allowed.add(f"{prefix}{name}.weight")
@@ -118,7 +118,7 @@ class _Reader:
         if unknown := names - allowed - wanted:
             raise metadata.unsupported(f"tensor {min(unknown)!r}")
         if len(metadata.tensors["token_embd.weight"].shape) != 2:
-            raise invalid("model", f"{metadata.file.path}: token_embd.weight is no matrix")
+            raise invalid("model", f"{metadata.file.path}: token_embd.weight is not a matrix")
         return {flag: any(map(self._has, tensors)) for flag, tensors in architecture.flags.items() if flag}
 
     def _has(self, tensor: str) -> bool:
@@ -140,9 +140,10 @@ class _Reader:
         if metadata.size("attention.value_length", head_dim) != head_dim:
             raise metadata.unsupported("values of a different length than keys")
         if rotary_dim != head_dim and not architecture.partial_rotary:
-            raise metadata.unsupported("rotary positions in a part of each head")
+            raise metadata.unsupported("rotary embedding of a part of each head")
         if rotary_dim > head_dim or rotary_dim % 2:
-            raise invalid("model", f"{metadata.file.path}: {rotary_dim} of {head_dim} numbers of a head are rotated")
+            message = f"rope.dimension_count is {rotary_dim}; it must be even and at most the head size, {head_dim}"
+            raise invalid("model", f"{metadata.file.path}: {message}")
         return rotary_dim
 
     def _epsilon(self) -> dict[str, float]:
@@ -166,16 +167,16 @@ class _Reader:
         kinds = ["sliding_attention" if window and each else "full_attention" for each in windowed[:layers]]
         return {**fields, "layer_types": kinds}
 
-    def _rope(self, own: Mapping[str, Any], rotary_dim: int, head_dim: int) -> dict[str, Any]:
+    def _rope(self, extra: Mapping[str, Any], rotary_dim: int, head_dim: int) -> dict[str, Any]:
         """``rope_parameters``; with ``local_rope`` a dictionary of them by layer type.
 
         Args:
-            own: additional fields (``Architecture.rope``).
+            extra: additional fields (``Architecture.rope``).
         """
         metadata, architecture = self._metadata, self._architecture
         rope = rope_parameters(metadata, rotary_dim)
-        if rope["rope_type"] == "yarn" or "llama_4_scaling_beta" in own:
-            rope |= own
+        if rope["rope_type"] == "yarn" or "llama_4_scaling_beta" in extra:
+            rope |= extra
         if architecture.partial_rotary:
             rope["partial_rotary_factor"] = _share(rotary_dim, head_dim)
         if not architecture.local_rope:

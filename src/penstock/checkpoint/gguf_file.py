@@ -45,9 +45,9 @@ class TensorType(NamedTuple):
 
     name: str
     block: int
-    """Elements of a block. A row has whole blocks."""
+    """Elements per block. A row has whole blocks."""
     size: int
-    """Bytes of a block."""
+    """Bytes per block."""
     format: Format
     """Format in which kernels use the weights. Integers of 5 and 6 bits, and indices of a table (``IQ4``), become 8-bit
     integers."""
@@ -90,7 +90,7 @@ class GGUFTensor:
     offset: int
     """Bytes from the start of the file."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
 
 
 class _Array(NamedTuple):
@@ -187,10 +187,11 @@ class GGUFFile:
         self._at = 4
         version = self._number("I")
         if version & 0xFFFF == 0:
-            raise PenstockError(Code.UNSUPPORTED, f"{self.path} is big-endian: convert the model again here", "model")
+            message = f"{self.path} is big-endian: convert the model on a little-endian machine"
+            raise PenstockError(Code.UNSUPPORTED, message, "model")
         if version not in VERSIONS:
-            words = f"{self.path} has version {version} of GGUF; {VERSIONS[0]} and {VERSIONS[1]} are read"
-            raise PenstockError(Code.UNSUPPORTED, words, "model")
+            message = f"{self.path} has GGUF version {version}; versions {VERSIONS[0]} and {VERSIONS[1]} are supported"
+            raise PenstockError(Code.UNSUPPORTED, message, "model")
         num_tensors, num_values = self._number("Q"), self._number("Q")
         if max(num_tensors, num_values) > MAX_ENTRIES:
             self._damaged(f"its header has {num_values} values and {num_tensors} tensors")
@@ -238,8 +239,9 @@ class GGUFFile:
         for name, dimensions, number, offset in entries:
             if (kind := TYPES.get(number)) is None:
                 known = ", ".join(sorted(type.name for type in TYPES.values()))
-                words = f"{self.path}: tensor {name!r} is of type {OTHER_TYPES.get(number, number)}; {known} are read"
-                raise PenstockError(Code.UNSUPPORTED, words, "model")
+                found = OTHER_TYPES.get(number, number)
+                message = f"{self.path}: tensor {name!r} is of type {found}; {known} are supported"
+                raise PenstockError(Code.UNSUPPORTED, message, "model")
             if name in self.tensors:
                 self._damaged(f"it has tensor {name!r} twice")
             if not all(dimensions) or dimensions[0] % kind.block:
@@ -275,8 +277,8 @@ class GGUFFile:
         if self._at > min(len(self.content), MAX_HEADER):
             self._damaged("its header is cut short, or too large")
 
-    def _damaged(self, what: str) -> NoReturn:
-        raise invalid("model", f"{self.path} is damaged ({what}). Fetch it again.")
+    def _damaged(self, reason: str) -> NoReturn:
+        raise invalid("model", f"{self.path} is damaged ({reason}). Fetch it again.")
 
 
 def parts_of(path: Path) -> list[Path]:

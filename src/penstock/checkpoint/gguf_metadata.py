@@ -62,7 +62,7 @@ class Metadata:
 
     @property
     def head_dim(self) -> int:
-        """Elements of a head's key."""
+        """Elements per head of a key."""
         hidden, heads = self.size("embedding_length"), self.size("attention.head_count")
         return self.size("attention.key_length", hidden // heads)
 
@@ -128,9 +128,9 @@ class Metadata:
         found = (key for key in keys if self._key(key, note=False) not in self._read)
         return next((key for key in found if self.file.get(self._key(key, note=False), float, 0.0)), None)
 
-    def unsupported(self, what: str) -> PenstockError:
-        words = f"{self.file.path} has {what}, which is not supported for architecture {self.architecture}"
-        return PenstockError(Code.UNSUPPORTED, words, "model")
+    def unsupported(self, feature: str) -> PenstockError:
+        message = f"{self.file.path} has {feature}, which is not supported for architecture {self.architecture}"
+        return PenstockError(Code.UNSUPPORTED, message, "model")
 
     def _key(self, key: str, note: bool = True) -> str:
         key = f"{self.architecture}.{key}"

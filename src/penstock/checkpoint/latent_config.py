@@ -1,4 +1,4 @@
-"""Configuration of multi-head latent attention: what families read from ``config.json``."""
+"""Configuration of multi-head latent attention (MLA)."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """Sizes of a layer's latent attention. Names are those of ``config.json`` where it has one."""
+    """Settings of latent attention, named as in ``config.json``."""
 
     q_lora_rank: int | None
-    """None where queries are projected at once."""
+    """Rank of the query projection; None: a full-rank projection."""
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
     rope_interleave: bool
     scale: float
-    """Of the products of queries and keys."""
+    """Softmax scale."""
 
 
 def read_latent_config(raw: Mapping[str, Any], rope: Mapping[str, Any], rope_interleave: bool) -> LatentConfig:
-    """Read a ``config.json``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where a size is missing or wrong.
+    """Read a ``config.json``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` for a missing or invalid size.
 
     Args:
-        rope: ``rope_parameters``. YaRN scales the softmax, too (``mscale_all_dim``).
+        rope: ``rope_parameters``. YaRN also changes the softmax scale (``mscale_all_dim``).
     """
     names = "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
     latent, nope, rotary, value = (int(raw[name]) for name in names)
     if min(latent, nope, rotary, value) < 1 or rotary % 2:
-        raise ValueError(f"sizes of latent attention are {latent}, {nope}, {rotary} and {value}")
+        found = ", ".join(f"{name}={raw[name]}" for name in names)
+        raise ValueError(f"{found}: these must be positive, and qk_rope_head_dim even")
     q_rank = int(raw["q_lora_rank"]) if raw.get("q_lora_rank") else None
     scale, all_dim = (nope + rotary) ** -0.5, float(rope.get("mscale_all_dim") or 0)
     if rope["rope_type"] != "default" and all_dim and (factor := float(rope["factor"])) > 1:

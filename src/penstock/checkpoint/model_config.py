@@ -1,4 +1,4 @@
-"""Configuration of decoder models: what families read from ``config.json``."""
+"""Configuration of models, as families read it from ``config.json``."""
 
 from __future__ import annotations
 
@@ -18,13 +18,9 @@ from .speech import SpeechConfig
 from .stored_format import quantization_config_of, quantization_of
 
 COUNTED_WEIGHTS = "counted_weights"
-"""Key of a ``config.json`` in memory with fields of ``ModelSize``, where the parameters were counted."""
-
-
+"""Key of an in-memory ``config.json`` with counted parameters (fields of ``ModelSize``)."""
 PADDED_TO = 16
-"""Kernels compute heads of multiples of this many numbers; others are padded with zeros."""
-
-
+"""Multiple that head sizes are padded to with zeros, as the kernels require it."""
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -33,23 +29,22 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-"""Values of ``hidden_act`` → names of ``ops.activations.ACTIVATIONS``."""
-
+"""``hidden_act`` → key of ``ops.activations.ACTIVATIONS``."""
 DTYPES = {name: name for name in ("float32", "bfloat16", "float16", "float64")}
 DTYPES |= {"float": "float32", "half": "float16", "double": "float64"}
-"""Values of ``dtype`` → torch's names."""
+"""``dtype`` → name of the dtype in torch."""
 ConfigJson = Mapping[str, Any]
-"""``config.json``, as ``read_config_json`` completes it."""
+"""``config.json`` as completed by ``read_config_json``."""
 MAX_COUNT = 2**24
-"""More layers, heads, tokens of the vocabulary, or sizes of vectors, than any model has."""
+"""Upper bound of layers, heads, vocabulary and vector sizes, above those of any model."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder's configuration. Names are those of ``config.json`` where it has one."""
+    """Configuration of a model. Fields that ``config.json`` has are named as there."""
 
     architecture: str
-    """With its head: ``LlamaForCausalLM``, also for a checkpoint without one (``LlamaModel``)."""
+    """Architecture with its head: ``LlamaForCausalLM``, also for a checkpoint without one (``LlamaModel``)."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -57,50 +52,51 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """Numbers of a head as it is computed, a multiple of 16 (``PADDED_TO``) in decoders."""
+    """Elements per head in the computation: in decoders padded to a multiple of ``PADDED_TO``."""
     max_model_len: int
-    """Longest sequence that the model supports, with positions extended by ``rope_parameters``."""
+    """Maximum sequence length in tokens, with positions extended by ``rope_parameters``."""
     max_position_embeddings: int
     rms_norm_eps: float
-    """Of norms of other kinds, too."""
+    """Epsilon of all norms, also layer norms."""
     rope_parameters: Mapping[str, Any]
     tie_word_embeddings: bool
     has_lm_head: bool
-    """False for models that make embeddings only."""
+    """False for embedding models and classifiers."""
     num_mtp_layers: int
-    """Layers for multi-token prediction behind the others (``num_nextn_predict_layers``)."""
+    """Number of layers for multi-token prediction, after the others (``num_nextn_predict_layers``)."""
     dtype: str
-    """Dtype of the checkpoint, a name of torch's: ``bfloat16``."""
+    """Dtype of the checkpoint, as named by torch: ``bfloat16``."""
     quantization: str
-    """Quantization in ``config.json``, a name of ``SCHEMES``; the option ``quantization`` overrides it."""
+    """Quantization at load that ``config.json`` asks for, a key of ``SCHEMES``; the option ``quantization`` overrides
+    it."""
     sliding_windows: tuple[int, ...]
-    """Sliding window of each layer; 0 is full attention."""
+    """Sliding window of each layer in tokens; 0: full attention."""
     raw: Mapping[str, Any]
-    """``config.json`` itself."""
+    """The completed ``config.json``."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    """Whether queries and keys are normed, as ``options.qk_norm`` says."""
+    """True if queries and keys are normalized (``options.qk_norm``)."""
     experts: ExpertsConfig | None = None
-    """None for models without experts."""
+    """Mixture of experts; None for dense models."""
     latent: LatentConfig | None = None
-    """Of multi-head latent attention; None where keys and values are cached."""
+    """Multi-head latent attention; None: grouped-query attention."""
     options: DecoderOptions = field(default_factory=DecoderOptions)
     local_rope_parameters: Mapping[str, Any] | None = None
-    """Of layers with a sliding window, where theirs are others than ``rope_parameters``."""
+    """Rotary parameters of layers with a sliding window; None: ``rope_parameters``."""
     vision_weights: int = 0
-    """Parameters of the matrices of the vision tower and its projector; 0 without a tower."""
+    """Number of parameters in the matrices of the vision tower and its projector; 0: no tower."""
     encoder: EncoderConfig | None = None
-    """Of a model that attends in both directions; None for a decoder."""
+    """Encoder (bidirectional attention); None: decoder."""
     speech: SpeechConfig | None = None
-    """Of a model that transcribes audio; None for others."""
+    """Audio encoder of a transcription model; None for other models."""
     stored_head_dim: int = 0
-    """Numbers of a head in the checkpoint where these are fewer; 0 where it has ``head_dim``."""
+    """Elements per head in the checkpoint, if ``head_dim`` is padded; else 0."""
     num_labels: int = 0
-    """Outputs of the classifier; 0 where the checkpoint has none."""
+    """Number of outputs of the classifier; 0: no classifier."""
     model_impl: Literal["penstock", "transformers"] = "penstock"
-    """What computes it: our implementation, or the modules of transformers."""
+    """Implementation: Penstock's family, or the modules of transformers."""
 
     @property
     def has_vision(self) -> bool:
@@ -109,20 +105,20 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Numbers of a head that are rotated."""
+        """Number of rotated elements per head."""
         if self.latent:
             return self.latent.qk_rope_head_dim
-        if self.rope_parameters["rope_type"] == "proportional":  # which has frequencies for the whole head
+        if self.rope_parameters["rope_type"] == "proportional":  # its frequencies cover the whole head
             return self.checkpoint_head_dim
         return int(self.checkpoint_head_dim * self.options.partial_rotary_factor)
 
     @property
     def checkpoint_head_dim(self) -> int:
-        """Numbers of a head in the checkpoint."""
+        """Elements per head in the checkpoint."""
         return self.stored_head_dim or self.head_dim
 
     def rope_of(self, layer: int) -> Mapping[str, Any] | None:
-        """The rotary positions of a layer; None where it has none."""
+        """The rotary parameters of a layer; None: no rotary embedding."""
         if layer >= self.num_layers:
             return self.rope_parameters
         if self.options.rope_layers and not self.options.rope_layers[layer]:
@@ -133,18 +129,18 @@ class ModelConfig:
 
     @property
     def quantization_config(self) -> Mapping[str, Any] | None:
-        """Of a checkpoint whose weights are quantized already, how; None for others."""
+        """``quantization_config`` of a checkpoint with quantized weights; None for others."""
         return quantization_config_of(self.raw) if quantization_of(self.raw) is None else None
 
 
 def dense_config(raw: Mapping[str, Any], **overrides: Any) -> ModelConfig:
-    """The configuration of a dense decoder, by the names that most families share.
+    """The configuration of a dense decoder with the usual field names.
 
     Args:
         raw: ``config.json``.
-        overrides: fields in place of those read from ``raw``.
+        overrides: fields of ``ModelConfig`` that override those read from ``raw``.
 
-    Raises ``KeyError``, ``TypeError`` or ``ValueError`` where a field is missing or of the wrong kind.
+    Raises ``KeyError``, ``TypeError`` or ``ValueError`` for a missing or invalid field.
     """
     hidden, vocabulary, intermediate, heads, layers = (
         _count(raw, name)
@@ -184,30 +180,30 @@ def dense_config(raw: Mapping[str, Any], **overrides: Any) -> ModelConfig:
 
 
 def options_of(raw: Mapping[str, Any], **options: Any) -> DecoderOptions:
-    """The options of a decoder whose activation is that of ``config.json``.
+    """Decoder options with the activation of ``config.json``.
 
     Args:
-        options: others, by their names in ``DecoderOptions``.
+        options: further fields of ``DecoderOptions``.
 
-    Raises ``PenstockError`` (``unsupported``) for an activation that is not known.
+    Raises ``PenstockError`` (``unsupported``) for an unknown activation.
     """
     return DecoderOptions(**{"activation": activation_of(str(raw.get("hidden_act") or "silu"))} | options)
 
 
 def activation_of(name: str) -> str:
-    """The activation function of a name in ``config.json``, a name of ``ops.activations.ACTIVATIONS``.
+    """The key of ``ops.activations.ACTIVATIONS`` for a ``hidden_act``.
 
-    Raises ``PenstockError`` (``unsupported``) for one that is not known.
+    Raises ``PenstockError`` (``unsupported``) for an unknown one.
     """
     if name not in ACTIVATIONS:
-        words = f"activation {name[:40]!r}; known are {', '.join(ACTIVATIONS)}"
-        raise PenstockError(Code.UNSUPPORTED, words, "model")
+        message = f"activation {name[:40]!r} is not supported; supported are {', '.join(ACTIVATIONS)}"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
     return ACTIVATIONS[name]
 
 
 def _count(raw: Mapping[str, Any], name: str) -> int:
     if not 1 <= (value := int(raw[name])) <= MAX_COUNT:
-        raise ValueError(f"{name} is {value}")
+        raise ValueError(f"{name} is {value}; it must be from 1 to {MAX_COUNT}")
     return value
 
 
@@ -215,7 +211,7 @@ def dtype_of(raw: Mapping[str, Any]) -> str:
     """The dtype of a checkpoint. Raises ``ValueError`` for an unknown one."""
     name = str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16")
     if name not in DTYPES:
-        raise ValueError(f"dtype is {name[:40]!r}; known are {', '.join(DTYPES)}")
+        raise ValueError(f"dtype is {name[:40]!r}; supported are {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
@@ -232,7 +228,7 @@ def architecture_of(raw: Mapping[str, Any]) -> tuple[str, bool]:
 
 
 def sliding_windows_by_layer_types(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...] | None:
-    """Each layer's sliding window as ``layer_types`` says; None where there are none."""
+    """Sliding window of each layer from ``layer_types``; None if absent."""
     window = raw.get("sliding_window") or 0
     if types := raw.get("layer_types"):
         return tuple(window if kind == "sliding_attention" else 0 for kind in types)
@@ -240,8 +236,7 @@ def sliding_windows_by_layer_types(raw: Mapping[str, Any], num_layers: int) -> t
 
 
 def sliding_windows_by_pattern(raw: Mapping[str, Any], pattern: int) -> tuple[int, ...]:
-    """Each layer's sliding window: as ``layer_types`` says, or, where there are none, full attention in each layer
-    whose number is a multiple of ``pattern``, counted from 1."""
+    """Sliding window of each layer from ``layer_types``; if absent, every ``pattern``-th layer has full attention."""
     layers, window = int(raw["num_hidden_layers"]), int(raw.get("sliding_window") or 0)
     if windows := sliding_windows_by_layer_types(raw, layers):
         return windows
@@ -249,5 +244,5 @@ def sliding_windows_by_pattern(raw: Mapping[str, Any], pattern: int) -> tuple[in
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """Numbers of a head in the model, and in its KV cache."""
+    """Elements per head in the computation and the KV cache."""
     return -(-head_dim // PADDED_TO) * PADDED_TO

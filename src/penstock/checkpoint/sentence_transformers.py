@@ -1,4 +1,4 @@
-"""The files of sentence-transformers: ``modules.json`` and what it names."""
+"""Files of sentence-transformers checkpoints: ``modules.json`` and the modules in it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.core.json_files import read_json_file
 
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
 COPIED = (".json", ".safetensors", ".bin")
-"""Ends of names of a module's files: its configuration and weights."""
+"""Suffixes of a module's configuration and weight files."""
 TRANSFORMER = "Transformer"
 KNOWN = (TRANSFORMER, "Pooling", "Normalize", "Dense")
 FUNCTIONS = {
@@ -24,7 +24,7 @@ FUNCTIONS = {
     "GELU": "gelu",
     "SiLU": "silu",
 }
-"""Classes of ``torch.nn`` that ``Dense`` names as its activation → ``ops.activations.ACTIVATIONS``; empty for none."""
+"""Class of ``torch.nn`` that ``Dense`` has as activation → key of ``ops.activations.ACTIVATIONS``; empty: none."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Module:
     """An entry of ``modules.json``."""
 
     kind: str
-    """The last part of its ``type``: ``Pooling``, ``Dense`` …"""
+    """Last part of ``type``: ``Pooling``, ``Dense`` …"""
     folder: Path
 
 
@@ -45,16 +45,16 @@ class DenseModule:
     outputs: int
     bias: bool
     function: str
-    """Activation function, a name of ``ops.activations.ACTIVATIONS``; empty for none."""
+    """Activation: a key of ``ops.activations.ACTIVATIONS``; empty: none."""
 
 
 def read_modules(folder: Path) -> list[Module] | None:
-    """The modules of a checkpoint, in their order; None where it is not of sentence-transformers.
+    """The modules of a checkpoint in order; None without ``modules.json``.
 
     Args:
-        folder: the model's, or that of its Transformer.
+        folder: folder of the model, or of its Transformer module.
 
-    Raises ``PenstockError``: ``invalid`` where the file is broken, ``unsupported`` for a module that is not known.
+    Raises ``PenstockError``: ``invalid`` for a broken file, ``unsupported`` for an unknown module.
     """
     folder = model_folder(folder)
     if (modules := _listed_modules(folder)) is None:
@@ -62,15 +62,16 @@ def read_modules(folder: Path) -> list[Module] | None:
     path = folder / MODULES
     for module in modules:
         if module.kind not in KNOWN:
-            raise PenstockError(Code.UNSUPPORTED, f"{path} has a module {module.kind}", "pooling_type")
+            message = f"{path} has a module {module.kind}; supported are {', '.join(KNOWN)}"
+            raise PenstockError(Code.UNSUPPORTED, message, "pooling_type")
         if not module.folder.resolve().is_relative_to(folder.resolve()):
             raise invalid("model", f"{path} names {module.folder}, which is outside the model")
     return modules
 
 
 def transformer_folder(folder: Path) -> Path:
-    """The folder of a model's Transformer, which older checkpoints have in ``0_Transformer``; ``folder`` itself where
-    ``modules.json`` names no other one."""
+    """Folder of a model's Transformer module, e.g. ``0_Transformer`` in older checkpoints; ``folder`` itself by
+    default."""
     found = (module.folder for module in _listed_modules(folder) or () if module.kind == TRANSFORMER)
     inner = next(found, folder)
     is_inside = inner.resolve().is_relative_to(folder.resolve())
@@ -78,19 +79,19 @@ def transformer_folder(folder: Path) -> Path:
 
 
 def model_folder(folder: Path) -> Path:
-    """The folder with ``modules.json``: the parent of a Transformer's folder, ``folder`` itself of other models."""
+    """Folder with ``modules.json``: the parent of a Transformer module's folder, else ``folder`` itself."""
     parent = folder.parent
     return parent if (parent / MODULES).is_file() and transformer_folder(parent) == folder else folder
 
 
 def module_files(folder: Path) -> dict[Path, bytes]:
-    """Files for a copy of a checkpoint of sentence-transformers, by their paths in it, except those of its Transformer,
-    which the copy has at the top.
+    """Contents of the files to copy from a sentence-transformers checkpoint, by relative path, without those of its
+    Transformer module, which is at the top level of a copy.
 
     Args:
-        folder: as of ``read_modules``.
+        folder: see ``read_modules``.
 
-    Raises ``PenstockError`` (``invalid``) where ``modules.json`` is broken.
+    Raises ``PenstockError`` (``invalid``) if ``modules.json`` is broken.
     """
     folder = model_folder(folder)
     files: dict[Path, bytes] = {}
@@ -111,7 +112,7 @@ def module_files(folder: Path) -> dict[Path, bytes]:
 
 
 def _listed_modules(folder: Path) -> list[Module] | None:
-    """The modules as listed; None without ``modules.json``. Raises ``PenstockError`` (``invalid``)."""
+    """All modules in ``modules.json``, unchecked; None without that file. Raises ``PenstockError`` (``invalid``)."""
     path = folder / MODULES
     if (given := read_json(path)) is None:
         return None
@@ -122,7 +123,7 @@ def _listed_modules(folder: Path) -> list[Module] | None:
 
 
 def read_dense_modules(folder: Path) -> list[DenseModule]:
-    """The linear layers after pooling, in their order. Raises ``PenstockError`` as ``read_modules``."""
+    """The linear layers after pooling, in order. Raises ``PenstockError`` as ``read_modules``."""
     return [_dense(module.folder) for module in read_modules(folder) or () if module.kind == "Dense"]
 
 
@@ -130,7 +131,8 @@ def _dense(folder: Path) -> DenseModule:
     config = read_object(folder / "config.json")
     function = str(config.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
     if function not in FUNCTIONS:
-        raise PenstockError(Code.UNSUPPORTED, f"{folder} has the activation {function}", "model")
+        message = f"{folder} has the activation {function}; supported are {', '.join(FUNCTIONS)}"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
     try:
         inputs, outputs = int(config["in_features"]), int(config["out_features"])
     except (KeyError, TypeError, ValueError) as error:
@@ -139,8 +141,8 @@ def _dense(folder: Path) -> DenseModule:
 
 
 def max_seq_length(folder: Path) -> int | None:
-    """Longest text that an encoder was made for, in tokens, of ``sentence_bert_config.json`` and
-    ``tokenizer_config.json``; None where neither says."""
+    """Maximum number of tokens in ``sentence_bert_config.json`` and ``tokenizer_config.json``; None if neither has
+    one."""
     given = (
         read_object(folder / "sentence_bert_config.json").get("max_seq_length"),
         read_object(folder / "tokenizer_config.json").get("model_max_length"),
@@ -149,15 +151,16 @@ def max_seq_length(folder: Path) -> int | None:
 
 
 def read_object(path: Path) -> Mapping[str, Any]:
-    """A JSON object; empty where the file is missing. Raises ``PenstockError`` (``invalid``) where it is none."""
+    """The JSON object in a file; empty if the file is missing. Raises ``PenstockError`` (``invalid``) for another
+    value."""
     result = read_json(path)
     if result is None:
         return {}
     if not isinstance(result, dict):
-        raise invalid("model", f"{path} does not hold an object")
+        raise invalid("model", f"{path} is not a JSON object")
     return result
 
 
 def read_json(path: Path) -> Any:
-    """A JSON document; None where the file is missing. Raises ``PenstockError`` (``invalid``) where it is none."""
+    """The JSON value in a file; None if the file is missing. Raises ``PenstockError`` (``invalid``) for other files."""
     return read_json_file(path) if path.exists() else None

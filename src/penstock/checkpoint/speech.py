@@ -1,4 +1,4 @@
-"""``config.json`` of models that transcribe speech."""
+"""``config.json`` of speech recognition models (Whisper)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ DECODER = {
     "intermediate_size": "decoder_ffn_dim",
     "max_position_embeddings": "max_target_positions",
 }
-"""Names that decoders have → Whisper's. Its own ``num_hidden_layers`` is of the encoder."""
+"""Usual field names of decoders → Whisper's. Whisper's own ``num_hidden_layers`` is that of the encoder."""
 
 
 def with_decoder_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """A complete ``config.json`` of Whisper with the fields of its decoder by the usual names; others as they are."""
+    """Whisper's ``config.json`` with the fields of its decoder under the usual names; other models' unmodified."""
     if not is_speech(config):
         return config
     return config | {name: config[source] for name, source in DECODER.items()} | {"num_key_value_heads": None}
@@ -31,19 +31,19 @@ def is_speech(config: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class SpeechConfig:
-    """The encoder of audio; it is as wide as the decoder."""
+    """The audio encoder. Its hidden size is that of the decoder."""
 
     num_bins: int
-    """Mel bins of a frame."""
+    """Number of mel bins per frame."""
     num_layers: int
     num_heads: int
     intermediate_size: int
     num_positions: int
-    """Hidden states of a window of audio, one for each two frames."""
+    """Number of hidden states per window of audio, one for two frames."""
     median_filter_width: int = 7
-    """Hidden states over which attention is smoothed for times of tokens; odd."""
+    """Width, in hidden states, of the filter that smooths attention for token timestamps; odd."""
 
     @property
     def num_frames(self) -> int:
-        """Frames of a window."""
+        """Number of frames per window."""
         return 2 * self.num_positions

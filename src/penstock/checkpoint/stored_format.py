@@ -1,4 +1,4 @@
-"""The format of a quantized checkpoint's matrices, as its ``quantization_config`` says: enough to know their size."""
+"""Format of a quantized checkpoint's matrices from its ``quantization_config``, as far as their size depends on it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from penstock.core.quantization import MX_BLOCK, UNQUANTIZED, Format
 
 QUANT_METHOD = "penstock"
 """``quant_method`` of a ``config.json`` that asks for quantization at load; its ``format`` names the scheme."""
-
-
 BNB_BLOCK = 64
-"""Weights that share a scale in 4 bits of bitsandbytes."""
+"""Number of weights that share a scale in the 4-bit format of bitsandbytes."""
 
 
 def stored_format(config: Any) -> Format:
-    """The format of most matrices of the layers; ``UNQUANTIZED`` for none, and for what is not known or broken, which
-    the engine refuses (``quant.read_quantization_config``)."""
+    """The format of most matrices in the layers. ``UNQUANTIZED`` without quantization, and for unknown or broken
+    configurations, which the engine refuses (``quant.read_quantization_config``)."""
     if not isinstance(config, Mapping):
         return UNQUANTIZED
     try:
@@ -50,7 +48,7 @@ def _format(config: Mapping[str, Any]) -> Format:
 
 
 def _scheme(weights: Mapping[str, Any]) -> Format:
-    """Of a config group of compressed-tensors."""
+    """Format of a config group of compressed-tensors."""
     bits, size = weights.get("num_bits", 8), max(weights.get("group_size") or 0, 0)
     if weights.get("type", "int") != "float":
         return Format(4 if bits <= 4 else 8, size, asymmetric=not weights.get("symmetric", True))
@@ -59,18 +57,18 @@ def _scheme(weights: Mapping[str, Any]) -> Format:
 
 
 def quantization_of(config: Mapping[str, Any]) -> str | None:
-    """The scheme that a ``config.json`` asks to quantize to at load, "" for none; None where the checkpoint is
-    quantized already."""
-    own = quantization_config_of(config)
-    if not own:
+    """Scheme of the quantization at load that ``config.json`` asks for; "": none; None: the weights are already
+    quantized."""
+    found = quantization_config_of(config)
+    if not found:
         return ""
-    ours = isinstance(own, Mapping) and own.get("quant_method") == QUANT_METHOD
-    return str(own.get("format", "")) if ours else None
+    at_load = isinstance(found, Mapping) and found.get("quant_method") == QUANT_METHOD
+    return str(found.get("format", "")) if at_load else None
 
 
 def quantization_config_of(config: Mapping[str, Any]) -> Any:
-    """How the weights of a checkpoint are quantized, as its ``config.json`` says; None or empty where they are not."""
-    own = config.get("quantization_config") or config.get("compression_config")  # of early compressed-tensors
-    if isinstance(own, Mapping) and isinstance(inner := own.get("quantization_config"), Mapping):
-        return {**inner, "sparsity_config": own.get("sparsity_config")}  # likewise
-    return own
+    """``quantization_config`` of ``config.json``, in any spelling; None or empty without quantization."""
+    found = config.get("quantization_config") or config.get("compression_config")  # early compressed-tensors
+    if isinstance(found, Mapping) and isinstance(inner := found.get("quantization_config"), Mapping):
+        return {**inner, "sparsity_config": found.get("sparsity_config")}  # early compressed-tensors, too
+    return found

@@ -1,4 +1,4 @@
-"""Dtype and language model head, read from safetensors headers. No torch."""
+"""Headers of safetensors files, and the dtype and language model head of a checkpoint. No torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 EMBEDDING = re.compile(r"(.+\.)?(embed_tokens|tok_embeddings|wte|word_embeddings|embed_in)\.weight")
 HEAD = re.compile(r"(.+\.)?(lm_head|proj_out|embed_out|output)\.(weight|qweight|weight_packed)")
 LAYER = re.compile(r"(^|\.)(layers|blocks|h|encoder)\.")
-"""Part of the names of tensors within layers, and of an encoder, whose matrices are no heads."""
+"""Part of the names of tensors in layers or an encoder, which are neither heads nor embeddings of the whole model."""
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 OTHERS = ("adapter_", "consolidated")
-"""Beginnings of files with other weights, or the same under other names."""
+"""Prefixes of files with other weights, or with the same weights under other names."""
 CHUNK = 2**20
 
 Head = Literal["unknown", "absent", "same", "other"]
-"""A language model head in the files: not known without safetensors files, none, the embedding, or another matrix."""
+"""Language model head in the files: "same" as the embedding or an "other" matrix; "unknown" without safetensors."""
 
 
 class StoredTensor(msgspec.Struct):
@@ -34,14 +34,19 @@ class StoredTensor(msgspec.Struct):
 
 
 class Index(msgspec.Struct):
-    """``model.safetensors.index.json`` or ``pytorch_model.bin.index.json`` of a checkpoint in shards."""
+    """``model.safetensors.index.json`` or ``pytorch_model.bin.index.json`` of a sharded checkpoint."""
 
     weight_map: dict[str, str]
-    """The file of each tensor."""
+    """Tensor name → file name."""
 
 
 def plan_shards(sizes: Mapping[str, int], max_bytes: int) -> dict[str, list[str]]:
-    """The tensors of each file, in their order, where files have at most so many bytes, or one tensor."""
+    """Distribute tensors to files in order: file name → tensor names.
+
+    Args:
+        sizes: bytes of each tensor.
+        max_bytes: maximum size of a file that has more than one tensor.
+    """
     groups: list[list[str]] = [[]]
     room = max_bytes
     for name, size in sizes.items():
@@ -55,14 +60,17 @@ def plan_shards(sizes: Mapping[str, int], max_bytes: int) -> dict[str, list[str]
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
-class _Place(NamedTuple):
+class _Span(NamedTuple):
+    """Bytes of a tensor in a file."""
+
     path: Path
     first: int
     end: int
 
 
 def read_header(path: Path) -> tuple[dict[str, StoredTensor], int]:
-    """The tensors of a safetensors file, and where its data begins. Raises ``OSError`` or ``msgspec.MsgspecError``."""
+    """The tensors of a safetensors file, and the byte offset of its data. Raises ``OSError`` or
+    ``msgspec.MsgspecError``."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         content = file.read(min(length, path.stat().st_size))
@@ -72,8 +80,8 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], int]:
 
 
 def stored_dtype(folder: Path) -> str | None:
-    """The dtype of the first floating-point tensor of 16 or 32 bits in the first file, as transformers takes it where
-    ``config.json`` names none; None without one."""
+    """Dtype of the first 16-bit or 32-bit floating-point tensor in the first file, which is transformers' default;
+    None without such a tensor."""
     for path in _files(folder)[:1]:
         with suppress(OSError, msgspec.MsgspecError, RecursionError):
             tensors, _ = read_header(path)
@@ -83,8 +91,8 @@ def stored_dtype(folder: Path) -> str | None:
 
 
 def stored_head(folder: Path) -> Head:
-    """Whether a checkpoint has a language model head, and another than its embedding. A checkpoint may have one in
-    spite of ``tie_word_embeddings``."""
+    """Whether the files have a language model head, and whether it differs from the embedding. A checkpoint may have
+    one although ``tie_word_embeddings`` is set."""
     states = []
     for path in _files(folder):
         with suppress(OSError, ValueError):  # the file is missing, or its name is impossible: the loader reports it
@@ -109,7 +117,7 @@ def _stored_head(folder: Path, state: tuple[tuple[Path, int, int], ...]) -> Head
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files that are loaded: those of the index, ``model.safetensors``, or the only one."""
+    """The safetensors files to load: those in the index, ``model.safetensors``, or the only one."""
     if (folder / INDEX).is_file():
         with suppress(OSError, msgspec.MsgspecError, RecursionError):
             files = set(_read_index(folder).values())
@@ -125,8 +133,7 @@ def _read_index(folder: Path) -> dict[str, str]:
     return msgspec.json.decode((folder / INDEX).read_bytes(), type=Index).weight_map
 
 
-def _find(folder: Path, pattern: re.Pattern[str]) -> list[_Place]:
-    """Where the tensors of a pattern are."""
+def _find(folder: Path, pattern: re.Pattern[str]) -> list[_Span]:
     if (folder / INDEX).is_file():
         files = _read_index(folder)
         paths = {folder / file for name, file in files.items() if matches(name, pattern) and Path(file).name == file}
@@ -136,7 +143,7 @@ def _find(folder: Path, pattern: re.Pattern[str]) -> list[_Place]:
     for path in sorted(paths):
         tensors, base = read_header(path)
         found += [
-            _Place(path, *(base + offset for offset in tensor.data_offsets))
+            _Span(path, *(base + offset for offset in tensor.data_offsets))
             for name, tensor in tensors.items()
             if matches(name, pattern)
         ]
@@ -148,22 +155,22 @@ def matches(name: str, pattern: re.Pattern[str]) -> bool:
     return pattern.fullmatch(name) is not None and not LAYER.search(name)
 
 
-def _equal(one: _Place, other: _Place) -> bool:
+def _equal(one: _Span, other: _Span) -> bool:
     """Whether two tensors have the same bytes."""
     size = one.end - one.first
     if size != other.end - other.first:
         return False
-    ours, theirs = bytearray(CHUNK), bytearray(CHUNK)
+    first, second = bytearray(CHUNK), bytearray(CHUNK)
     with one.path.open("rb", buffering=0) as a, other.path.open("rb", buffering=0) as b:
         a.seek(one.first)
         b.seek(other.first)
         while size > 0:
             count = min(size, CHUNK)
-            if count < len(ours):
-                ours, theirs = bytearray(count), bytearray(count)
-            if a.readinto(ours) != count or b.readinto(theirs) != count:
+            if count < len(first):
+                first, second = bytearray(count), bytearray(count)
+            if a.readinto(first) != count or b.readinto(second) != count:
                 raise ValueError("the file is shorter than its header says")
-            if ours != theirs:
+            if first != second:
                 return False
             size -= count
     return True

@@ -1,4 +1,4 @@
-"""``vision_config`` of ``config.json``: what vision towers read."""
+"""``vision_config`` of ``config.json``."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ from .model_config import ModelConfig, activation_of
 QWEN2_5_VL = "Qwen2_5_VLForConditionalGeneration"
 QWEN3_VL = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
 QWEN_VL = ("Qwen2VLForConditionalGeneration", QWEN2_5_VL, *QWEN3_VL)
-"""Architectures of Qwen that see images."""
+"""Architectures of Qwen's vision-language models."""
 ERNIE_VL = "Ernie4_5_VLMoeForConditionalGeneration"
 ACTIVATIONS = (*TEXT_ACTIVATIONS, "quick_gelu")
-"""Values of ``hidden_act`` of vision transformers."""
+"""Supported values of ``hidden_act`` in vision transformers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
-    """What towers read from ``vision_config`` of ``config.json``."""
+    """Configuration of the vision towers of Qwen-VL and ERNIE 4.5 VL."""
 
     depth: int
     size: int
-    """Of a patch's vector."""
+    """Hidden size of the tower."""
     intermediate_size: int
     output_size: int
-    """Of a feature, the language model's hidden size."""
+    """Size of a feature: the hidden size of the language model."""
     heads: int
     patch_size: int
-    """Pixels of a patch's edge."""
+    """Edge of a patch in pixels."""
     temporal_patch_size: int
-    """Frames of a patch; an image is repeated as often."""
+    """Number of frames per patch. An image is repeated to that number."""
     merge_size: int
-    """Patches of a feature's edge."""
+    """Edge of a feature in patches."""
     theta: float
+    """Base of the rotary embedding."""
 
     def weights(self, mlp_matrices: int = 2, mergers: int = 1) -> int:
-        """Parameters of the tower's matrices: patches, blocks, and ``mergers`` of two matrices each."""
+        """Number of parameters in the tower's matrices: patch embedding, blocks, and ``mergers`` with two each."""
         size, merged = self.size, self.size * self.merge_size**2
         patches = 3 * self.temporal_patch_size * self.patch_size**2 * size
         blocks = self.depth * (4 * size**2 + mlp_matrices * size * self.intermediate_size)
@@ -48,14 +49,14 @@ class VisionConfig:
 
 
 def rope_theta(vision: Mapping[str, Any]) -> float:
-    """Of ``vision_config``, which files of earlier versions of transformers have beside ``rope_parameters``."""
+    """``rope_theta`` of ``vision_config``: in ``rope_parameters``, or at its top level (older transformers)."""
     given = vision.get("rope_parameters") or {}
     return float(given.get("rope_theta") or vision.get("rope_theta") or 10_000.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ViTNames:
-    """A checkpoint's names, below the tower's."""
+    """Names of modules and tensors in the vision tower of a checkpoint."""
 
     patches: str = "embeddings.patch_embedding"
     positions: str = "embeddings.position_embedding.weight"
@@ -71,16 +72,16 @@ class ViTNames:
 
 @dataclass(frozen=True, kw_only=True)
 class ViTConfig:
-    """Sizes and switches of an encoder."""
+    """Configuration of a vision transformer (CLIP, SigLIP, InternViT, Pixtral)."""
 
     depth: int
     size: int
-    """Of a patch's vector."""
+    """Hidden size."""
     intermediate_size: int
     heads: int
     patch_size: int
     image_size: int
-    """Pixels of a tile's edge; 0 where tiles have any size, and positions are rotary."""
+    """Edge of a tile in pixels; 0: tiles have any size, and positions are rotary."""
     activation: str
     eps: float
     rms_norm: bool = False
@@ -96,28 +97,28 @@ class ViTConfig:
 
     @property
     def grid(self) -> int:
-        """Patches of a tile's edge."""
+        """Edge of a tile in patches."""
         return self.image_size // self.patch_size
 
     @property
     def num_positions(self) -> int:
-        """Rows of the table of positions."""
+        """Number of learned positions."""
         return self.grid**2 + self.class_token
 
     def weights(self, depth: int) -> int:
-        """Parameters of the encoder's matrices, of as many layers as are used."""
+        """Number of parameters in the matrices of the encoder's first ``depth`` layers."""
         block = (4 * self.size + (3 if self.gated else 2) * self.intermediate_size) * self.size
         return self.size * (3 * self.patch_size**2 + self.num_positions) + depth * block
 
 
 def read_vit(vision: Mapping[str, Any], **options: Any) -> ViTConfig:
-    """Sizes by the names that most ``vision_config`` have.
+    """Read a ``vision_config`` with the usual field names.
 
     Args:
-        options: fields in place of those that are read.
+        options: fields of ``ViTConfig`` that override those read.
 
-    Raises ``KeyError``, ``TypeError`` or ``ValueError`` where one is wrong, and ``PenstockError`` (``unsupported``) for
-    an activation that is not known.
+    Raises ``KeyError``, ``TypeError`` or ``ValueError`` for an invalid field, and ``PenstockError`` (``unsupported``)
+    for an unknown activation.
     """
     fields: dict[str, Any] = {
         "depth": int(vision["num_hidden_layers"]),
@@ -131,29 +132,32 @@ def read_vit(vision: Mapping[str, Any], **options: Any) -> ViTConfig:
     }
     config = ViTConfig(**fields | options)
     if config.activation not in ACTIVATIONS:
-        words = f"vision_config has the activation {config.activation[:40]!r}; known are {', '.join(ACTIVATIONS)}"
-        raise PenstockError(Code.UNSUPPORTED, words, "model")
+        message = f"vision_config has activation {config.activation[:40]!r}; supported are {', '.join(ACTIVATIONS)}"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
     if config.gated:
-        activation_of(config.activation)  # the kernels', which are fewer
+        activation_of(config.activation)  # kernels of gated MLPs support fewer
     if config.image_size and config.grid < 1:
         raise ValueError(f"image_size is {config.image_size}, less than patch_size, which is {config.patch_size}")
     if config.heads < 1 or config.size % config.heads or config.patch_size < 1 or config.depth < 1:
-        raise ValueError(f"vision_config has {config.heads} heads of {config.size} elements, or no layers or patches")
+        sizes = (
+            f"hidden_size {config.size}, {config.heads} heads, {config.depth} layers, patch_size {config.patch_size}"
+        )
+        raise ValueError(f"vision_config has {sizes}: they must be positive, and hidden_size a multiple of the heads")
     return config
 
 
 def edge_of(size: Any) -> int:
-    """Of a square, which may be given as its height and width. Raises ``ValueError`` where these differ."""
+    """Edge of a square that is given by its edge, or by height and width. Raises ``ValueError`` if these differ."""
     if isinstance(size, list | tuple):
         if len(set(size)) != 1:
-            raise ValueError(f"vision_config has pictures or patches of {size}, which are no squares")
+            raise ValueError(f"vision_config has images or patches of {size}; they must be square")
         size = size[0]
     return int(size)
 
 
 def feature_layers(given: Any, depth: int) -> tuple[int, ...]:
-    """``vision_feature_layer``: the numbers of layers after which hidden states are taken, counted from 0 for those of
-    the embedding. Raises ``ValueError`` where there are no such layers."""
+    """Layers after which hidden states are taken, from ``vision_feature_layer``: 0 is the embedding's output. Raises
+    ``ValueError`` for a layer that does not exist."""
     layers = tuple(map(int, given)) if isinstance(given, list | tuple) else (int(given),)
     layers = tuple(layer + depth + 1 if layer < 0 else layer for layer in layers)
     if not layers or not all(0 <= layer <= depth for layer in layers):
@@ -162,16 +166,16 @@ def feature_layers(given: Any, depth: int) -> tuple[int, ...]:
 
 
 def with_mrope(config: ModelConfig, default: tuple[int, int, int]) -> ModelConfig:
-    """A configuration with M-RoPE: plain positions with sections of a head for time, height and width.
+    """A configuration with M-RoPE: sections of each head for positions in time, height and width.
 
     Args:
-        default: ``mrope_section`` where ``config.json`` has none.
+        default: default of ``mrope_section``.
 
-    Raises ``ValueError`` for sections that are not those of a head.
+    Raises ``ValueError`` for sections that do not add up to half of a head.
     """
     rope = config.rope_parameters
     sections = [int(size) for size in rope.get("mrope_section") or default]
     if len(sections) != 3 or 2 * sum(sections) != config.head_dim:
-        raise ValueError(f"mrope_section is {sections}, and heads have {config.head_dim} elements")
+        raise ValueError(f"mrope_section is {sections}; it must have 3 numbers with the sum {config.head_dim // 2}")
     kind = "default" if rope["rope_type"] == "mrope" else rope["rope_type"]
     return replace(config, rope_parameters={**rope, "rope_type": kind, "mrope_section": sections})

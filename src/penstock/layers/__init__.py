@@ -1,4 +1,4 @@
-"""The layers that models are made of."""
+"""Layers of models: attention, MLP, mixture of experts, norms, embeddings, LoRA."""
 
 from .attention import Attention, AttentionLayer, QKNormLayers
 from .context import BuildContext, BuildOptions, PackedWeights, Weights

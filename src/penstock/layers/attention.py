@@ -1,4 +1,4 @@
-"""Attention layers."""
+"""Grouped-query attention, and the interface of attention layers."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class AttentionLayer(Protocol):
     """The interface of attention layers."""
 
     def kv_spec(self, block_size: int, quantization: str) -> KVSpec:
-        """This layer's entry of the KV cache."""
+        """Shape of this layer's KV cache."""
         ...
 
     def __call__(
         self, x: Tensor, cache: Any, batch: Batch, logits_only: bool, export: LayerExport | None = None
     ) -> Tensor:
-        """Store the keys and values of all tokens, and attend.
+        """Store the keys and values of all tokens in the KV cache, and compute attention.
 
         Args:
             x: ``[tokens, hidden]``.
-            cache: this layer's entry of the KV cache.
+            cache: KV cache of this layer.
             logits_only: return only the rows ``batch.logits_indices``, as the last layer of a model does.
-            export: where the tokens' keys and values are copied once they are stored.
+            export: destination of a copy of the stored keys and values.
 
         Returns:
             ``[tokens, hidden]``, or ``[rows, hidden]`` with ``logits_only``.
@@ -39,12 +39,12 @@ class AttentionLayer(Protocol):
         ...
 
 
-def after_store(
+def export_and_select(
     ops: Ops, q: Tensor, cache: Any, batch: Batch, logits_only: bool, export: LayerExport | None
 ) -> tuple[Tensor, AttentionMetadata, Tensor | None]:
-    """Copy what a layer has stored of a batch to the places that the batch and ``export`` name.
+    """Copy the keys and values that were just stored: within the cache (``batch.slot_copies``), and to ``export``.
 
-    Returns the queries that attend, with their metadata and LoRA slots: all of ``q``, or with ``logits_only`` those of
+    Returns the queries to compute, with their metadata and LoRA slots: all of ``q``, or, with ``logits_only``, those of
     ``batch.logits_indices``.
     """
     if batch.slot_copies:
@@ -58,31 +58,32 @@ def after_store(
 
 @dataclass(frozen=True)
 class QKNormLayers:
-    """Norms on queries and keys that are layers of their own."""
+    """Norms of queries and keys that are not fused with the rotary embedding."""
 
     q: Norm
     k: Norm
     over_projection: bool = False
-    """Whether all heads of a token are normed together, not each."""
+    """True: normalize all heads of a token together; False: each head."""
     after_rope: bool = False
+    """True: normalize after the rotary embedding."""
 
 
 class Attention:
-    """Grouped-query attention (Ainslie et al., 2023) with rotary positions.
+    """Grouped-query attention (Ainslie et al., 2023) with rotary embedding.
 
     Args:
-        name: of the checkpoint's module, above ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``.
-        rope: ``[max_len, rotary_dim]``, of ``BuildContext.rope_table``.
-        window: positions that a query sees, its own included (sliding window); 0 is all.
-        chunked: as of ``AttentionOptions``.
-        query_factors: ``[max_len, head_dim]`` float32: what the queries of each position are multiplied by in the end,
-            in the first half of a row, and zeros, as a ``rope`` that does not rotate; or none.
-        qk_norms: norms on the queries and keys of each head that are computed with the rotary positions.
-        qk_norm_layers: other norms on queries and keys.
-        rope_interleaved: as of ``reference.rope``.
-        scale: of the products of queries and keys; None is ``head_dim ** -0.5``.
-        softcap, sinks: as of ``AttentionOptions``; sinks are those of this rank's heads.
-        input_size: of what is projected to queries, keys and values; None is ``hidden_size``.
+        name: module in the checkpoint with ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``.
+        rope: ``[max_len, rotary_dim]`` from ``BuildContext.rope_table``.
+        window: sliding window: number of positions that a query sees, including its own; 0: all.
+        chunked: see ``AttentionOptions``.
+        query_factors: ``[max_len, head_dim]`` float32: factor of the queries at each position, in the first half of a
+            row; the second half is zeros. This is a rotary table without rotation, applied last. None: no factors.
+        qk_norms: norms of each head's queries and keys, fused with the rotary embedding.
+        qk_norm_layers: norms of queries and keys that are not fused.
+        rope_interleaved: see ``reference.rope``.
+        scale: softmax scale; None: ``head_dim ** -0.5``.
+        softcap, sinks: see ``AttentionOptions``; the sinks are those of this rank's heads.
+        input_size: size of the input of ``q_proj``, ``k_proj`` and ``v_proj``; None: ``hidden_size``.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class Attention:
         self._qkv = self._q = self._k = None
         inputs = input_size or hidden_size
         if qk_norm_layers and qk_norm_layers.over_projection:
-            # Every rank norms all heads, whichever are its own.
+            # Every rank normalizes all heads, so it needs the queries and keys of all ranks.
             self._q, self._k = (
                 ColumnParallelLinear(
                     context, [each], inputs, [shard_outputs(context.group, total)], qkv_bias, gather_output=True
@@ -149,7 +150,7 @@ class Attention:
         self, x: Tensor, cache: Any, batch: Batch, logits_only: bool, export: LayerExport | None = None
     ) -> Tensor:
         q = self._store(*self._project(x, batch.lora_slots), cache, batch)
-        q, metadata, lora_slots = after_store(self._ops, q, cache, batch, logits_only, export)
+        q, metadata, lora_slots = export_and_select(self._ops, q, cache, batch, logits_only, export)
         attended = self._group.all_gather(
             lambda out: self._ops.attention(q, cache, metadata, self._options, out),
             q.shape[0],
@@ -171,7 +172,7 @@ class Attention:
         return q, k, v
 
     def _store(self, q: Tensor, k: Tensor, v: Tensor, cache: Any, batch: Batch) -> Tensor:
-        """Norm and rotate queries and keys, and store keys and values. Returns the queries."""
+        """Normalize and rotate queries and keys, and store keys and values. Returns the queries."""
         positions, slots, norms = batch.positions, batch.slot_mapping, self._qk_norm_layers
         if norms and norms.after_rope:
             q, k = (self._ops.rope(part, positions, self._rope, self._rope_interleaved) for part in (q, k))

@@ -1,4 +1,4 @@
-"""The build context of layers: backend, rank, weights, and quantization scheme."""
+"""Build context of layers: backend, rank, weights, and quantization scheme."""
 
 from __future__ import annotations
 
@@ -32,38 +32,40 @@ class Weights(Protocol):
 
     @property
     def version(self) -> str:
-        """Identifies the contents on any machine: other weights have another version."""
+        """Digest of the contents, the same on every machine."""
         ...
 
     def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
-        """Read a tensor, in the dtype that it is stored in.
+        """Read a tensor in its stored dtype.
 
         Args:
-            shape: of the whole tensor.
-            rows: first and end of the rows to read; None is all.
-            as_stored: accept any dtype; otherwise the tensor must be floating-point.
+            shape: shape of the whole tensor.
+            rows: first and end of the rows to read; None: all.
+            as_stored: accept any dtype; else the tensor must be floating-point.
 
-        Raises ``PenstockError`` (``invalid``) where the tensor is missing, damaged, or of another shape or kind.
+        Raises ``PenstockError`` (``invalid``) if the tensor is missing, damaged, or has another shape or kind of dtype.
         """
         ...
 
     def has(self, name: str) -> bool: ...
 
     def format_of(self, name: str) -> Format:
-        """The format that a matrix, without ``.weight``, is quantized in; ``UNQUANTIZED`` where ``read`` reads it."""
+        """Format of a quantized matrix (``name`` without ``.weight``); ``UNQUANTIZED`` for others, which ``read``
+        returns."""
         ...
 
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight | Tensor:
-        """Outputs from ``rows[0]`` to ``rows[1]`` of a quantized matrix ``[outputs, inputs]``; in a format of 4-bit
-        floating-point numbers dequantized, ``[rows, inputs]`` float32.
+        """Read the rows from ``rows[0]`` to ``rows[1]`` of a quantized matrix ``[outputs, inputs]``. 4-bit
+        floating-point formats are returned dequantized, ``[rows, inputs]`` float32.
 
-        Raises ``PenstockError`` (``invalid``) where its tensors are missing, damaged, or of other shapes or kinds.
+        Raises ``PenstockError`` (``invalid``) if its tensors are missing, damaged, or have another shape or kind of
+        dtype.
         """
         ...
 
 
 class PackedWeights(Protocol):
-    """Packed matrices that an earlier start left on disk (``models.weights.cache``)."""
+    """Packed matrices on disk from an earlier start (``models.weights.cache``), or of an engine folder."""
 
     mapped_bytes: int
 
@@ -72,7 +74,7 @@ class PackedWeights(Protocol):
 
 
 class PackedOutput(Protocol):
-    """Takes all weights that layers use, so that a model can be built of them without its checkpoint
+    """Receiver of all weights that layers use, from which the model can be built without its checkpoint
     (``models.weights.engine_output``)."""
 
     def has(self, name: str) -> bool:
@@ -81,41 +83,41 @@ class PackedOutput(Protocol):
 
     def add(self, name: str, tensors: dict[str, Tensor]) -> None: ...
     def add_tensor(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor that ``Weights.read`` is to read: this rank's rows."""
+        """Add this rank's rows of an unpacked tensor, for ``Weights.read``."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """Which part of a model is built, and what for."""
+    """Options of building a model, or the part of it on one rank."""
 
     group: Group = SINGLE_RANK
-    """The rank whose part of the model is built."""
+    """Tensor-parallel group, with the rank whose part is built."""
     layers: range | None = None
-    """Numbers of the layers of the pipeline stage that is built; None for all."""
+    """Indices of the layers of the pipeline stage; None: all."""
     expert_parallel: bool = False
-    """Whether ranks have whole experts, not shares of each."""
+    """True: each rank has some whole experts; False: a part of every expert."""
     expert_placement: Mapping[int, Ranks] = field(default_factory=dict)
-    """The experts of each rank, by layer; others are as ``even_placement`` says. With ``expert_parallel``."""
+    """Experts of each rank, by layer, with ``expert_parallel``; other layers: ``even_placement``."""
     num_redundant_experts: int = 0
-    """Number of redundant experts of layers without a placement."""
+    """Number of redundant experts in layers without a placement."""
     expert_load: ExpertLoad | None = None
-    """Counts the tokens of experts; None does not."""
+    """Counters of tokens per expert; None: not counted."""
     check_finite: bool = False
-    """Whether weights with values that are not finite are refused, as those of a model that is in use should be."""
+    """Refuse weights with NaN or infinite values, as for a model update."""
     max_loras: int = 0
-    """Adapters that may be loaded at a time; 0 builds layers without LoRA."""
+    """Maximum number of loaded adapters; 0: layers without LoRA."""
     max_lora_rank: int = 0
-    """Largest rank of an adapter."""
+    """Maximum rank of an adapter."""
     max_step_tokens: int = 0
-    """Tokens of a step, at most."""
+    """Maximum number of tokens in a step."""
     threads: int = 0
-    """Threads of this rank; 0 is one for each usable core."""
+    """Number of threads of this rank; 0: one for each usable core."""
 
 
 @dataclass(frozen=True)
 class BuildContext(BuildOptions):
-    """Shared by all layers while a model is built."""
+    """Context that all layers of a model are built with."""
 
     ops: Ops
     weights: Weights
@@ -123,29 +125,28 @@ class BuildContext(BuildOptions):
     """Dtype of the computation."""
     device: torch.device
     max_len: int
-    """Tokens that a sequence may have."""
+    """Maximum sequence length in tokens."""
     scheme: Scheme = field(default_factory=Scheme)
     weight_cache: PackedWeights | None = None
     output: PackedOutput | None = None
-    """Gets all weights. Layers then keep no matrices: the model is built to be written, and cannot compute."""
+    """Receives all weights. Layers then keep no matrices: the model is only written, and cannot compute."""
     lora_targets: dict[str, LoRATarget] = field(default_factory=dict)
-    """Filled by layers: the checkpoint's matrices that adapters may add to, by name."""
+    """Matrices that adapters may change, by name in the checkpoint. Filled by layers."""
     dequantized_bytes: Counter[tuple[Format, Format]] = field(default_factory=Counter)
-    """Filled by layers: bytes of the matrices that were dequantized, by their format in the checkpoint and the one that
-    they were quantized to then."""
+    """Bytes of dequantized matrices, by format in the checkpoint and format after requantization. Filled by layers."""
     _tables: dict[str, Tensor] = field(default_factory=dict)
 
     def read_weight(
         self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False
     ) -> Tensor:
-        """Read a tensor, or some of its rows, onto the device.
+        """Read a tensor, or some of its rows, onto the device (arguments: see ``Weights.read``).
 
-        Arguments as for ``Weights.read``. The result has the model's dtype or, with ``as_stored``, the checkpoint's.
+        The result has the model's dtype, or, with ``as_stored``, the checkpoint's.
         """
         tensor = self._read_tensor(name, *shape, rows=rows, as_stored=as_stored)
         if self.output:
             self.output.add_tensor(name, tensor)
-        if tensor.dim() == 1:  # vectors are used as they are: the file may be replaced meanwhile
+        if tensor.dim() == 1:  # vectors may stay mapped from the file, which may be replaced meanwhile
             tensor = tensor.clone()
         return tensor.to(self.device) if as_stored else tensor.to(self.device, self.dtype)
 
@@ -156,13 +157,13 @@ class BuildContext(BuildOptions):
         return tensor
 
     def experts_of_ranks(self, layer: int, num_experts: int) -> Ranks:
-        """The experts that each rank has of a layer, with ``expert_parallel``."""
+        """The experts of a layer on each rank, with ``expert_parallel``."""
         placed = self.expert_placement.get(layer)
         return placed or even_placement(num_experts, self.group.size, self.num_redundant_experts)
 
     def rope_table(self, head_dim: int, parameters: Mapping[str, Any], max_position_embeddings: int) -> Tensor:
-        """As ``layers.rope.rope_table``, for ``max_len`` positions; layers that ask for the same table share it. With
-        M-RoPE, it has a row more for each token of a step (``layers.mrope``)."""
+        """Rotary table for ``max_len`` positions (see ``layers.rope.rope_table``), shared by layers with the same
+        parameters. With M-RoPE it has an additional row for each token of a step (``layers.mrope``)."""
 
         def make() -> Tensor:
             table = rope_table(head_dim, self.max_len, parameters, max_position_embeddings, self.device)
@@ -172,13 +173,13 @@ class BuildContext(BuildOptions):
         return self.shared_table(repr((head_dim, sorted(parameters.items(), key=str), max_position_embeddings)), make)
 
     def shared_table(self, key: str, make: Callable[[], Tensor]) -> Tensor:
-        """A tensor that layers share: made for the first layer that asks for it by this key."""
+        """A tensor shared by layers: made for the first layer that requests this key."""
         if key not in self._tables:
             self._tables[key] = make()
         return self._tables[key]
 
     def lora(self, names: list[str], inputs: int, shards: list[Shard]) -> LoRALayer | None:
-        """LoRA slots of a layer that multiplies these matrices as one; None where adapters are off."""
+        """LoRA slots of a layer with these merged matrices; None without LoRA."""
         if not self.max_loras:
             return None
         outputs, max_rank = sum(shard.size for shard in shards), len(names) * self.max_lora_rank
@@ -190,8 +191,8 @@ class BuildContext(BuildOptions):
         return layer
 
     def expert_lora(self, names: Sequence[Sequence[str]], inputs: int, shard: Shard) -> ExpertLoRA | None:
-        """LoRA slots of the matrices of all experts, as of ``expert_matrices``; None where experts cannot have
-        adapters: on GPUs, and where ranks have whole experts."""
+        """LoRA slots of one projection of all experts (arguments: see ``expert_matrices``). None if experts cannot have
+        adapters: without LoRA, on GPUs, and with expert parallelism."""
         if not self.max_loras or self.device.type != "cpu" or (self.expert_parallel and self.group.size > 1):
             return None
         outputs, max_rank = len(names[0]) * shard.size, len(names[0]) * self.max_lora_rank
@@ -199,8 +200,8 @@ class BuildContext(BuildOptions):
         lora = ExpertLoRA(
             self.ops, self.ops.new_lora_slots(slots, inputs, outputs, max_rank, self.dtype, self.device), len(names)
         )
-        for layer, own in zip(lora.experts, names, strict=True):
-            for number, name in enumerate(own):
+        for layer, expert_names in zip(lora.experts, names, strict=True):
+            for number, name in enumerate(expert_names):
                 self.lora_targets[name] = LoRATarget(layer, inputs, shard, number * shard.size)
         return lora
 
@@ -212,60 +213,60 @@ class BuildContext(BuildOptions):
         format: Format | None = None,
         bias: Tensor | None = None,
     ) -> Matrix:
-        """Matrices of one input, stacked: this rank's outputs of each.
+        """Merge matrices with the same input, each with the rows of this rank.
 
-        Those that the checkpoint has quantized are multiplied as they are, with activations as ``format`` says where
-        it has the same number of bits. What the backend has no kernels for is dequantized first, and ``format`` may
-        ask for another number of bits.
+        Matrices that are quantized in the checkpoint keep their format, with the activations of ``format`` if it has
+        the same number of bits. They are dequantized and requantized if the backend has no kernel for their format, or
+        ``format`` has another number of bits.
 
         Args:
-            names: of the checkpoint's matrices, without ``.weight``.
-            format: to quantize the others to; None is as the scheme says.
+            names: names in the checkpoint, without ``.weight``.
+            format: format to quantize the others to; None: as in the scheme.
         """
         wanted = [format or self.scheme.format_of(name) for name in names]
         formats = [self._format(*each) for each in zip(names, shards, wanted, strict=True)]
         parts, outputs, end = list[PackedMatrix](), list[int](), 0
         for (chosen, as_stored), run in groupby(zip(names, shards, formats, strict=True), lambda each: each[2]):
-            of_run = list(run)
-            own_names, own_shards = [name for name, _, _ in of_run], [shard for _, shard, _ in of_run]
-            sizes = [shard.size for shard in own_shards]
+            same_format = list(run)
+            run_names, run_shards = [name for name, _, _ in same_format], [shard for _, shard, _ in same_format]
+            sizes = [shard.size for shard in run_shards]
             first, end = end, end + sum(sizes)
-            biases = None if bias is None else bias[first:end]
-            if packed := self._pack(own_names, inputs, own_shards, chosen, as_stored, biases):
+            run_bias = None if bias is None else bias[first:end]
+            if packed := self._pack(run_names, inputs, run_shards, chosen, as_stored, run_bias):
                 parts, outputs = [*parts, packed], [*outputs, sum(sizes)]
                 continue
-            each_bias = [None] * len(sizes) if biases is None else biases.split(sizes)
-            for name, shard, own_bias in zip(own_names, own_shards, each_bias, strict=True):
-                single = self._pack([name], inputs, [shard], chosen, as_stored, own_bias)
+            biases = [None] * len(sizes) if run_bias is None else run_bias.split(sizes)
+            for name, shard, single_bias in zip(run_names, run_shards, biases, strict=True):
+                single = self._pack([name], inputs, [shard], chosen, as_stored, single_bias)
                 assert single
                 parts, outputs = [*parts, single], [*outputs, shard.size]
         return parts[0] if len(parts) == 1 else StackedMatrix(self.ops, parts, outputs, self.dtype)
 
     def unquantized_matrix(self, name: str, inputs: int, shard: Shard, bias: Tensor | None = None) -> Matrix:
-        """A matrix that no format quantizes, as a router's."""
+        """A matrix that is never quantized, such as a router's."""
         return self.matrix([name], inputs, [shard], UNQUANTIZED, bias)
 
     def expert_matrices(
         self, names: Sequence[Sequence[str]], inputs: int, shard: Shard, biases: Sequence[Tensor | None], first: int
     ) -> ExpertMatrices:
-        """Matrices of a layer's experts, in the format of the layers.
+        """One projection of all experts of a layer, in the format of the layers.
 
         Args:
-            names: of each expert's, which are stacked.
-            shard: this rank's outputs of each matrix.
-            biases: of each expert.
-            first: the first expert's place.
+            names: for each expert, the names of the matrices to merge.
+            shard: rows of each matrix on this rank.
+            biases: bias of each expert.
+            first: place of the first expert (``core.expert_placement``).
         """
         shards = [shard] * len(names[0])
-        packed = [self.matrix(list(own), inputs, shards, bias=bias) for own, bias in zip(names, biases, strict=True)]
+        packed = [self.matrix(list(each), inputs, shards, bias=bias) for each, bias in zip(names, biases, strict=True)]
         return ExpertMatrices(self.ops, packed, first, self.dtype)
 
     def read_matrix(self, name: str, inputs: int, shard: Shard) -> Tensor:
-        """This rank's outputs of a matrix that is not multiplied as it is stored, ``[outputs, inputs]`` in the model's
-        dtype: dequantized where the checkpoint has quantized it.
+        """Read this rank's rows of a matrix, ``[outputs, inputs]`` in the model's dtype, dequantized if necessary, for
+        a layer that transforms it.
 
         Args:
-            name: without ``.weight``.
+            name: name in the checkpoint, without ``.weight``.
         """
         if self._is_packed:
             weight = self._read_tensor(f"{name}.weight", shard.total, inputs, rows=shard.rows)
@@ -276,13 +277,13 @@ class BuildContext(BuildOptions):
         return weight
 
     def vocabulary_matrix(self, name: str, inputs: int, shard: Shard) -> PackedMatrix:
-        """The matrix of an embedding or a language model head."""
+        """The packed matrix of an embedding or a language model head."""
         packed = self._pack([name], inputs, [shard], *self._format(name, shard, self.scheme.head), None)
         assert packed
         return packed
 
     def _format(self, name: str, shard: Shard, wanted: Format) -> tuple[Format, bool]:
-        """The format that a matrix is packed in, and whether it is the checkpoint's own."""
+        """The format that a matrix is packed in, and whether it keeps the values of the checkpoint."""
         stored = self.weights.format_of(name)
         if not stored.bits:
             return wanted, False
@@ -297,8 +298,8 @@ class BuildContext(BuildOptions):
         if not self.ops.supports(stored, self.dtype):
             return wanted, False
         if stored.rows_per_scale > 1 and shard.first % stored.rows_per_scale:
-            words = f"cuts {name} within blocks of {stored.rows_per_scale} outputs that share scales: use fewer ranks"
-            raise invalid("tensor_parallel_size", words)
+            message = f"splits {name} within blocks of {stored.rows_per_scale} outputs with one scale: use fewer ranks"
+            raise invalid("tensor_parallel_size", message)
         return stored, True
 
     def _pack(
@@ -310,8 +311,7 @@ class BuildContext(BuildOptions):
         as_stored: bool,
         bias: Tensor | None,
     ) -> PackedMatrix | None:
-        """A packed matrix, from the weight cache if it is there; None where matrices of a checkpoint cannot be
-        stacked."""
+        """A packed matrix of merged matrices, from the weight cache if possible; None if they cannot be merged."""
         cache, key = self.weight_cache, "+".join(names)
         if self.output and (self.output.has(key) or all(self.output.has(f"{name}.weight") for name in names)):
             return PackedMatrix(self.ops, None)
@@ -321,10 +321,10 @@ class BuildContext(BuildOptions):
             try:
                 return PackedMatrix(self.ops, self.ops.from_packed(cached, inputs, outputs, self.dtype, bias, format))
             except PenstockError as error:
-                logger.warning("%s is packed again: %s", key, error)
+                logger.warning("packing %s again: %s", key, error)
         matrices: list[Tensor] = []
         if as_stored:
-            if names[1:] and self._is_packed:  # one by one, as they could not be stacked
+            if names[1:] and self._is_packed:  # they were packed one by one, as they could not be merged
                 return None
             weights = [
                 self._read_quantized(name, inputs, shard, format) for name, shard in zip(names, shards, strict=True)
@@ -339,7 +339,7 @@ class BuildContext(BuildOptions):
         tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
         if self.output and tensors:
             self.output.add(key, tensors)
-        elif self.output:  # this backend uses matrices as they are
+        elif self.output:  # this backend does not pack matrices
             for name, matrix in zip(names, matrices, strict=True):
                 self.output.add_tensor(f"{name}.weight", matrix.cpu())
         elif cache:
@@ -348,12 +348,13 @@ class BuildContext(BuildOptions):
 
     @property
     def _is_packed(self) -> bool:
-        """Whether the weights are those of an engine folder, packed already."""
+        """True if the weights are those of an engine folder, which are already packed."""
         weights: object = self.weights
         return weights is self.weight_cache
 
     def _read(self, name: str, inputs: int, shard: Shard, format: Format) -> Tensor:
-        """A rank's outputs of a matrix in the model's dtype, dequantized if need be, to be quantized to ``format``."""
+        """This rank's rows of a matrix in the model's dtype, dequantized if necessary. ``format`` is the one that it
+        will be quantized to, for ``dequantized_bytes``."""
         stored = self.weights.format_of(name)
         if not stored.bits:
             return self._read_tensor(f"{name}.weight", shard.total, inputs, rows=shard.rows).to(self.device, self.dtype)
@@ -367,8 +368,7 @@ class BuildContext(BuildOptions):
         return weight
 
     def _read_quantized(self, name: str, inputs: int, shard: Shard, format: Format) -> QuantizedWeight:
-        """A rank's outputs of a quantized matrix, on the device, in the checkpoint's format or in one with other
-        activations."""
+        """This rank's rows of a quantized matrix, on the device, with the activations of ``format``."""
         weight = self.weights.read_quantized(name, shard.total, inputs, shard.rows)
         assert isinstance(weight, QuantizedWeight)
         return self._on_device(weight, name, format)
@@ -381,7 +381,7 @@ class BuildContext(BuildOptions):
 
 
 def _can_stack(weights: Sequence[QuantizedWeight]) -> bool:
-    """Whether inputs are in the same order, and no outputs of two matrices would share a scale."""
+    """Whether matrices have the same order of inputs, and merging them lets no scale span two matrices."""
     first, rows = weights[0].order, weights[0].format.rows_per_scale
     return all(len(weight.values) % rows == 0 for weight in weights[:-1] if rows) and all(
         weight.order is first or (weight.order is not None and first is not None and torch.equal(weight.order, first))

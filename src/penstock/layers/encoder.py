@@ -1,4 +1,4 @@
-"""Attention in both directions, as encoders have it."""
+"""Bidirectional attention of encoders."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .linear import ColumnParallelLinear
 
 
 class BidirectionalAttention:
-    """Attention of every token over all tokens of its sequence, which one step computes.
+    """Attention of every token to all tokens of its sequence, which is computed in one step.
 
-    Keys and values pass through the KV cache, so that the kernels of decoders serve encoders, too. Nothing reads them
-    after the layer: all layers of a model share one entry of the cache.
+    Keys and values go through the KV cache, so that encoders use the kernels of decoders. Nothing reads them after the
+    layer, so all layers of a model share one KV cache.
 
     Args:
-        name: of the checkpoint's module, above ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``.
-        rope: ``[max_len, head_dim]``, of ``BuildContext.rope_table``; None without rotary positions.
-        window: positions that a query sees on either side, its own included; 0 is all.
+        name: module in the checkpoint with ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``.
+        rope: ``[max_len, head_dim]`` from ``BuildContext.rope_table``; None: no rotary embedding.
+        window: number of positions that a query sees on either side, including its own; 0: all.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class BidirectionalAttention:
         self._head_dim = head_dim
         self._options = AttentionOptions(head_dim**-0.5, window, causal=False)
         self._heads = shard = shard_heads(context.group, num_heads, num_heads)[0] * head_dim
-        # Attention wants queries contiguous: where no rope copies them, they are a product of their own.
+        # Attention needs contiguous queries. Without rotary embedding, which copies them, they are computed separately.
         products = ["qkv"] if rope is not None else ["q", "kv"]
         self._products = [
             ColumnParallelLinear(
@@ -57,12 +57,12 @@ class BidirectionalAttention:
         self._output = ColumnParallelLinear(context, [f"{name}.o_proj"], hidden_size, shards, bias, gather_output=True)
 
     def kv_spec(self, block_size: int) -> KVSpec:
-        """The entry of the KV cache that the layers of a model share."""
+        """Shape of the KV cache that the layers of a model share."""
         dtype = str(self._dtype).removeprefix("torch.")
         return KVSpec(self._heads.size // self._head_dim, self._head_dim, dtype, block_size)
 
     def __call__(self, x: Tensor, cache: Any, batch: Batch, logits_only: bool) -> Tensor:
-        """``[tokens, hidden]`` to ``[tokens, hidden]``, or to ``[rows, hidden]`` with ``logits_only``, of
+        """``[tokens, hidden]`` to ``[tokens, hidden]``; with ``logits_only`` to ``[rows, hidden]``, the rows
         ``batch.logits_indices``."""
         parts = [part for product in self._products for part in self._split(product(x))]
         q, k, v = (part.unflatten(-1, (-1, self._head_dim)) for part in parts)

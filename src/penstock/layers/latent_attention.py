@@ -1,4 +1,4 @@
-"""Multi-head latent attention."""
+"""Multi-head latent attention (MLA)."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from .linear import ColumnParallelLinear
 from .norm import RMSNorm
 
 NORM_EPS = 1e-6
-"""Of the norms of latent vectors, whatever the other norms have (as in transformers and DeepSeek's own code)."""
+"""Epsilon of the norms of latent vectors, whatever that of other norms (as in transformers and DeepSeek's code)."""
 
 
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-AI, 2024), absorbed: the matrix that makes keys of latent vectors is
-    multiplied with the queries, and the one that makes values with what attention returns. So heads attend to the
-    latent vectors themselves, and neither keys nor values are ever computed, for one new token as for a thousand: a
-    token's bits do not depend on how many are computed with it.
+    """An ``AttentionLayer``: multi-head latent attention (DeepSeek-AI, 2024) with absorbed projections. The up
+    projection of keys is applied to the queries, and that of values to the attention output. Heads attend to the latent
+    vectors themselves, and keys and values are never computed. This holds for one new token as for a thousand, so a
+    token's bits do not depend on the number of tokens computed with it.
 
-    Ranks share the heads; each computes and caches the latent vectors of all tokens.
+    Heads are split among ranks; each rank computes and caches the latent vectors of all tokens.
 
     Args:
-        name: of the checkpoint's module, above ``kv_a_proj_with_mqa``, ``kv_b_proj`` and ``o_proj``.
-        q_rank: of the queries' own latent vector; None where queries are projected at once.
-        latent: numbers of a latent vector (``kv_lora_rank``).
-        nope_dim, rope_dim: numbers of a query without and with rotary positions, in this order.
-        value_dim: numbers of a head's value.
-        rope: ``[max_len, rope_dim]``, of ``BuildContext.rope_table``.
-        interleaved: whether the rotary embedding rotates pairs of neighbours.
-        scale: of the products of queries and keys.
-        bias: whether projections to latent vectors, and of the output, have biases.
+        name: module in the checkpoint with ``kv_a_proj_with_mqa``, ``kv_b_proj`` and ``o_proj``.
+        q_rank: size of the queries' latent vector (``q_lora_rank``); None: a full-rank projection.
+        latent: size of the latent vector of keys and values (``kv_lora_rank``).
+        nope_dim, rope_dim: elements per query without and with rotary embedding, in this order.
+        value_dim: elements per value.
+        rope: ``[max_len, rope_dim]`` from ``BuildContext.rope_table``.
+        interleaved: rotate adjacent dimensions (GPT-J).
+        scale: softmax scale.
+        bias: down projections and output projection have biases.
     """
 
     def __init__(
@@ -83,14 +83,12 @@ class LatentAttention:
         )
 
     def kv_spec(self, block_size: int, quantization: str) -> KVSpec:
-        """As ``AttentionLayer.kv_spec``."""
         dtype = str(self._dtype).removeprefix("torch.")
         return KVSpec(1, self._latent + self._rope_dim, dtype, block_size, quantization, latent=self._latent)
 
     def __call__(
         self, x: Tensor, cache: Any, batch: Batch, logits_only: bool, export: LayerExport | None = None
     ) -> Tensor:
-        """As ``AttentionLayer.__call__``."""
         queries = self._store(x, cache, batch)
         queries, metadata, lora_slots = after_store(self._ops, queries, cache, batch, logits_only, export)
         attended = self._ops.latent_attention(queries, cache, metadata, self._scale, self._latent)

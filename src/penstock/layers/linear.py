@@ -1,4 +1,4 @@
-"""Linear layers, which ranks split by outputs."""
+"""Linear layers and embeddings, split by outputs among ranks (column parallel)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .context import BuildContext
 
 
 class ColumnParallelLinear:
-    """A linear layer of which each rank computes some outputs. Several matrices of the same input may be merged, as
-    query, key and value projections are.
+    """A linear layer whose outputs are split among ranks. Matrices with the same input may be merged, e.g. query, key
+    and value projections.
 
     Args:
-        names: of the checkpoint's matrices, without ``.weight`` and ``.bias``.
+        names: names of the matrices in the checkpoint, without ``.weight`` and ``.bias``.
         inputs: size of the input.
         shards: this rank's outputs of each matrix.
-        gather_output: whether every rank gets the outputs of all ranks; for a single matrix.
+        gather_output: return the outputs of all ranks on every rank; only for a single matrix.
     """
 
     def __init__(
@@ -40,18 +40,18 @@ class ColumnParallelLinear:
         self._matrix = context.matrix(names, inputs, shards, bias=torch.cat(biases) if biases else None)
 
     def __call__(self, x: Tensor, lora_slots: Tensor | None = None) -> Tensor:
-        """``[tokens, in]`` to ``[tokens, out]``, of this rank's outputs unless they are gathered.
+        """``[tokens, in]`` to ``[tokens, out]``: this rank's outputs, or with ``gather_output`` all.
 
         Args:
-            lora_slots: ``[tokens]`` int32, LoRA slot of each row, -1 for none; None where no row has an adapter.
+            lora_slots: ``[tokens]`` int32: LoRA slot of each row, -1: no adapter. None: no row has an adapter.
         """
         if self._gathered is None:
-            return self._own_outputs(x, lora_slots)
+            return self._rank_outputs(x, lora_slots)
         return self._group.all_gather(
-            lambda out: self._own_outputs(x, lora_slots, out), x.shape[0], self._gathered, self._dtype
+            lambda out: self._rank_outputs(x, lora_slots, out), x.shape[0], self._gathered, self._dtype
         )
 
-    def _own_outputs(self, x: Tensor, lora_slots: Tensor | None, out: Tensor | None = None) -> Tensor:
+    def _rank_outputs(self, x: Tensor, lora_slots: Tensor | None, out: Tensor | None = None) -> Tensor:
         product = self._matrix.linear(x, out=out)
         if lora_slots is None or self._lora is None:
             return product
@@ -60,12 +60,12 @@ class ColumnParallelLinear:
     def activation_and_mul(
         self, x: Tensor, function: str, lora_slots: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """A function of the first of two merged matrices' outputs times the second's, of this rank's outputs. A row
-        without an adapter has the same bits with ``lora_slots`` as without.
+        """``function(gate) * up`` for the outputs of two merged matrices, gate and up, on this rank. Rows without an
+        adapter have the same bits with ``lora_slots`` as without.
 
         Args:
-            function: a name of ``ops.activations.ACTIVATIONS``.
-            out: where to write the result.
+            function: a key of ``ops.activations.ACTIVATIONS``.
+            out: destination of the result.
         """
         if lora_slots is None:
             return self._matrix.linear_activation_and_mul(x, function, out)
@@ -73,8 +73,7 @@ class ColumnParallelLinear:
 
 
 class Embedding:
-    """A vocabulary's matrix: embeds token ids, and, as a language model head, gives logits. Ranks split the
-    vocabulary."""
+    """A vocabulary matrix, used as embedding or as language model head. The vocabulary is split among ranks."""
 
     def __init__(self, context: BuildContext, name: str, vocab_size: int, hidden_size: int) -> None:
         self._ops = context.ops
@@ -85,7 +84,7 @@ class Embedding:
         self._matrix = context.vocabulary_matrix(name, hidden_size, shard)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """``[tokens]`` int64 to ``[tokens, hidden]``, which the caller may change."""
+        """``[tokens]`` int64 to ``[tokens, hidden]``, which the caller may modify."""
         rows = self._group.gather_rows(
             lambda out: self._matrix.embedding(token_ids, self._shard.first, out),
             token_ids,
@@ -102,10 +101,10 @@ class Embedding:
         )
 
     def argmax(self, hidden: Tensor, bitmask: Tensor | None = None) -> Tensor:
-        """``[rows, hidden]`` to the token of the largest logit, ``[rows]`` int64, without computing all logits.
+        """Token with the largest logit, ``[rows, hidden]`` to ``[rows]`` int64, without storing all logits.
 
         Args:
-            bitmask: ``[rows, ceil(vocabulary / 32)]`` int32, a bit for each allowed token; None allows all.
+            bitmask: ``[rows, ceil(vocabulary / 32)]`` int32 with a bit for each allowed token; None: all are allowed.
         """
         if self._group.size == 1:
             return self._matrix.argmax(hidden, bitmask)[0]
@@ -114,23 +113,23 @@ class Embedding:
 
         def best(out: Tensor | None) -> Tensor:
             token_ids, logits = self._matrix.argmax(hidden, shard_bitmask)
-            pairs = torch.stack((logits.double(), (token_ids + shard.first).double()), 1)  # whole numbers up to 2**53
+            pairs = torch.stack((logits.double(), (token_ids + shard.first).double()), 1)  # integers up to 2**53 fit
             return pairs if out is None else out.copy_(pairs)
 
         pair_shard = Shard(2 * self._group.rank, 2 * self._group.rank + 2, 2 * size)
         logits, token_ids = self._group.all_gather(best, rows, pair_shard, torch.float64).view(rows, size, 2).unbind(-1)
-        largest = logits.amax(1, keepdim=True)  # among equal logits the lowest token id, as on one rank
+        largest = logits.amax(1, keepdim=True)  # of equal logits the lowest token id, as on one rank
         return token_ids.where(logits == largest, float("inf")).amin(1).nan_to_num(posinf=0.0).long()
 
 
 def _shard_bitmask(bitmask: Tensor, shard: Shard) -> Tensor:
-    """The bits of a rank's shard of the vocabulary, as a bitmask of its own."""
-    words = bitmask[:, shard.first // 32 : -(-shard.end // 32)]
+    """The bitmask of a rank's shard of the vocabulary."""
+    integers = bitmask[:, shard.first // 32 : -(-shard.end // 32)]
     if shard.first % 32 == 0:
-        return words
-    # The shard begins within a word, as in a vocabulary with fewer panels than ranks.
-    places = torch.arange(32, device=words.device)
-    bits = (words[:, :, None] >> places & 1).flatten(1)[:, shard.first % 32 :][:, : shard.size]
+        return integers
+    # The shard begins within an integer, e.g. in a vocabulary with fewer panels than ranks.
+    positions = torch.arange(32, device=bitmask.device)
+    bits = (integers[:, :, None] >> positions & 1).flatten(1)[:, shard.first % 32 :][:, : shard.size]
     bits = torch.nn.functional.pad(bits, (0, -shard.size % 32)).unflatten(1, (-1, 32))
-    packed: Tensor = (bits.long() << places).sum(-1)
+    packed: Tensor = (bits.long() << positions).sum(-1)
     return packed.to(torch.int32)

@@ -13,12 +13,12 @@ from penstock.parallel import Shard
 
 
 class LoRALayer:
-    """One layer's part of each loaded adapter, by the adapter's slot.
+    """LoRA weights of one layer, for all loaded adapters, by slot.
 
     Args:
-        slots: as of ``Ops.new_lora_slots``, made by the same backend.
-        parts: layers that share ``slots``, where each adapter has a slot for each of them.
-        part: number of this one.
+        slots: result of ``Ops.new_lora_slots`` of the same backend.
+        parts: number of layers that share ``slots``; each adapter has one slot per layer.
+        part: index of this layer among them.
     """
 
     def __init__(self, ops: Ops, slots: Any, parts: int = 1, part: int = 0) -> None:
@@ -27,21 +27,21 @@ class LoRALayer:
         self._parts, self._part = parts, part
 
     def __call__(self, out: Tensor, x: Tensor, row_slots: Tensor) -> Tensor:
-        """Add each row's adapter to the layer's output.
+        """Add the product with each row's adapter to the layer's output.
 
         Args:
-            out: ``[tokens, out]``, the layer's output; may be changed in place.
+            out: ``[tokens, out]``, the layer's output; may be modified in place.
             x: ``[tokens, in]``, the layer's input.
-            row_slots: ``[tokens]`` int32, -1 for rows without an adapter.
+            row_slots: ``[tokens]`` int32: slot of each row; -1: no adapter.
         """
         return self._ops.add_lora(out, x, self._slots, row_slots)
 
     def share_slots(self, other: LoRALayer) -> None:
-        """Use the slots of the same layer of another model, with the adapters in them."""
+        """Share the slots, and the adapters in them, of the same layer of another model."""
         self._slots = other._slots
 
     def pack(self, parts: list[LoRAWeights]) -> Any:
-        """Pack an adapter's weights for ``set``; may run in another thread than steps do."""
+        """Pack an adapter's weights for ``set``. May run in another thread than the steps."""
         return self._ops.pack_lora(parts)
 
     def set(self, slot: int, packed: Any | None) -> None:
@@ -50,10 +50,10 @@ class LoRALayer:
 
 
 class ExpertLoRA:
-    """The adapters of one projection of all experts of a layer.
+    """LoRA weights of one projection of all experts in a layer.
 
     Args:
-        slots: as of ``LoRALayer``, for ``num_experts`` layers.
+        slots: see ``LoRALayer``, for ``num_experts`` layers.
     """
 
     def __init__(self, ops: Ops, slots: Any, num_experts: int) -> None:
@@ -61,16 +61,16 @@ class ExpertLoRA:
         self.experts = [LoRALayer(ops, slots, num_experts, number) for number in range(num_experts)]
 
     def __call__(self, out: Tensor, x: Tensor, row_slots: Tensor, ids: Tensor) -> Tensor:
-        """Add each row's adapter to the products with its experts, in place. Captured steps cannot do that.
+        """Add the product with each row's adapter to the outputs of its experts, in place. Not for captured steps.
 
         Args:
             out: ``[tokens, top_k, out]``.
             x: ``[tokens, in]``, or ``[tokens, top_k, in]``.
-            row_slots: as of ``LoRALayer``.
-            ids: ``[tokens, top_k]``, each token's experts.
+            row_slots: see ``LoRALayer``.
+            ids: ``[tokens, top_k]``: experts of each token.
         """
-        own = torch.where(row_slots[:, None] < 0, -1, row_slots[:, None] * self._num_experts + ids)
-        for choice, slots in enumerate(own.T.to(torch.int32).contiguous()):
+        expert_slots = torch.where(row_slots[:, None] < 0, -1, row_slots[:, None] * self._num_experts + ids)
+        for choice, slots in enumerate(expert_slots.T.to(torch.int32).contiguous()):
             products = out[:, choice]
             products.copy_(self.experts[0](products, x if x.dim() == 2 else x[:, choice], slots))
         return out
@@ -78,11 +78,11 @@ class ExpertLoRA:
 
 @dataclass(frozen=True)
 class LoRATarget:
-    """A matrix of the checkpoint that adapters may add to."""
+    """A matrix of the checkpoint that adapters may change."""
 
     layer: LoRALayer
     inputs: int
     shard: Shard
-    """The rank's outputs of the matrix."""
+    """This rank's outputs of the matrix."""
     offset: int
-    """Index of the first of them among the layer's outputs."""
+    """Index of the first of these outputs in the layer's output."""

@@ -13,7 +13,7 @@ from .linear import ColumnParallelLinear
 
 
 class MLPLayer(Protocol):
-    """The interface of feed-forward layers, dense or mixture of experts."""
+    """Interface of feed-forward layers, dense or mixture of experts."""
 
     def __call__(self, x: Tensor, lora_slots: Tensor | None) -> Tensor:
         """``[tokens, hidden]`` to ``[tokens, hidden]``; ``lora_slots`` as for ``ColumnParallelLinear``."""
@@ -21,13 +21,13 @@ class MLPLayer(Protocol):
 
 
 class GatedMLP:
-    """``down(activation(gate(x)) * up(x))``: SwiGLU, GEGLU (Shazeer, 2020) and the like.
+    """Gated MLP, ``down(activation(gate(x)) * up(x))``: SwiGLU, GEGLU (Shazeer, 2020) etc.
 
     Args:
-        name: of the checkpoint's module, above ``gate_proj``, ``up_proj`` and ``down_proj``.
-        bias: whether ``gate_proj`` and ``up_proj`` have one.
-        down_bias: whether ``down_proj`` has one; None is as the others.
-        activation: a name of ``ops.activations.ACTIVATIONS``.
+        name: module in the checkpoint with ``gate_proj``, ``up_proj`` and ``down_proj``.
+        bias: ``gate_proj`` and ``up_proj`` have a bias.
+        down_bias: ``down_proj`` has a bias; None: as ``bias``.
+        activation: a key of ``ops.activations.ACTIVATIONS``.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class GatedMLP:
 
 
 class MLP:
-    """``down(activation(up(x)))`` (Vaswani et al., 2017).
+    """MLP without a gate, ``down(activation(up(x)))`` (Vaswani et al., 2017).
 
     Args:
-        names: of the two matrices in the checkpoint.
-        activation: a name of ``ops.activations.ACTIVATIONS``.
+        names: names of the up and down projection in the checkpoint.
+        activation: a key of ``ops.activations.ACTIVATIONS``.
     """
 
     def __init__(

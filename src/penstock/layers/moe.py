@@ -1,4 +1,4 @@
-"""Mixture of experts: a feed-forward layer of which each token takes a few parts."""
+"""Mixture of experts: a feed-forward layer in which each token is computed by a few experts."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from .mlp import MLPLayer
 
 
 class MixtureOfExperts:
-    """An ``MLPLayer``: experts that are ``GatedMLP``s, of which a router chooses ``routing.top_k`` for each token.
+    """An ``MLPLayer`` with gated MLPs as experts. A router chooses ``routing.top_k`` experts for each token.
 
-    Outputs of experts are added in the order of the router's choice, which depends on the token alone, so that results
-    have the same bits in every batch. Ranks split the outputs of each expert, or with ``context.expert_parallel`` the
-    experts: in both cases every output is one sum on one rank.
+    Outputs of experts are added in the order of the router's choice, which depends on the token alone, so results have
+    the same bits in every batch. Ranks split the outputs of each expert, or, with ``context.expert_parallel``, the
+    experts; in both cases every output is one sum on one rank.
 
     Args:
-        name: of the checkpoint's module.
-        intermediate_size: of each expert.
-        activation: of experts, as of ``reference.activation_and_mul``.
-        bias: whether the projections of experts have biases.
-        router: name of the router's matrix, below ``name``.
-        router_matrix_bias: whether it has a bias.
-        router_bias: ``[experts]`` float32, as of ``reference.select_experts``.
-        router_float32: whether the router's matrix is float32 in a model of any dtype.
+        name: module in the checkpoint.
+        intermediate_size: intermediate size of an expert.
+        activation: activation of experts, see ``reference.activation_and_mul``.
+        bias: projections of experts have biases.
+        router: name of the router's matrix, relative to ``name``.
+        router_matrix_bias: that matrix has a bias.
+        router_bias: ``[experts]`` float32, see ``reference.select_experts``.
+        router_float32: compute the router's logits in float32, whatever the dtype of the model.
         projections: names of an expert's gate, up and down projections.
-        layer: number of the layer, under which ``context.expert_load`` counts.
-        shared: an expert that every token has, besides.
-        shared_gate: name of the matrix ``[1, hidden]`` whose output's sigmoid is the weight of ``shared``, below
-            ``name``; "" is a weight of 1.
-        input_routing: of the number that an expert's input is multiplied by, where a token has one expert.
+        layer: index of the layer in ``context.expert_load``.
+        shared: shared expert, which computes every token in addition.
+        shared_gate: name, relative to ``name``, of a matrix ``[1, hidden]``; the sigmoid of its output is the weight of
+            ``shared``. "": weight 1.
+        input_routing: routing whose weight scales the input of the expert (``top_k`` 1).
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class MixtureOfExperts:
         self._routing, self._input_routing = routing, input_routing
         all_experts = Shard(0, num_experts, num_experts)
         self._to_float32 = router_float32 and context.dtype != torch.float32
-        of_router = replace(context, dtype=torch.float32) if self._to_float32 else context
+        router_context = replace(context, dtype=torch.float32) if self._to_float32 else context
         matrix = f"{name}.{router}"
-        of_logits = of_router.read_weight(f"{matrix}.bias", num_experts) if router_matrix_bias else None
-        self._router = of_router.unquantized_matrix(matrix, hidden_size, all_experts, of_logits)
+        matrix_bias = router_context.read_weight(f"{matrix}.bias", num_experts) if router_matrix_bias else None
+        self._router = router_context.unquantized_matrix(matrix, hidden_size, all_experts, matrix_bias)
         self._bias = router_bias
         self._load = context.expert_load
         self._counts = self._load.of_layer(layer, num_experts, context.device) if self._load else None
@@ -81,28 +81,27 @@ class MixtureOfExperts:
         self._shared_gate = (
             context.unquantized_matrix(f"{name}.{shared_gate}", hidden_size, Shard(0, 1, 1)) if shared_gate else None
         )
-        by_expert = context.expert_parallel and context.group.size > 1
+        self._expert_parallel = context.expert_parallel and context.group.size > 1
         numbers, self._experts, self._places = list(range(num_experts)), all_experts, None
-        if by_expert:
-            of_ranks = context.experts_of_ranks(layer, num_experts)
-            numbers = of_ranks[context.group.rank]
-            first = sum(map(len, of_ranks[: context.group.rank]))
-            self._experts = Shard(first, first + len(numbers), sum(map(len, of_ranks)))
-            self._places = _place_table(of_ranks, num_experts, context.device)
-        self._by_expert = by_expert
-        group = SINGLE_RANK if by_expert else context.group
+        if self._expert_parallel:
+            placement = context.experts_of_ranks(layer, num_experts)
+            numbers = placement[context.group.rank]
+            first = sum(map(len, placement[: context.group.rank]))
+            self._experts = Shard(first, first + len(numbers), sum(map(len, placement)))
+            self._places = _place_table(placement, num_experts, context.device)
+        group = SINGLE_RANK if self._expert_parallel else context.group
         self._shard, self._out_shard = (shard_outputs(group, size) for size in (intermediate_size, hidden_size))
         gate, up, down = projections
 
         def matrices(names: Sequence[str], inputs: int, shard: Shard) -> tuple[ExpertMatrices, ExpertLoRA | None]:
-            def bias_of(own: Sequence[str]) -> Tensor | None:
-                read = [context.read_weight(f"{each}.bias", shard.total, rows=shard.rows) for each in own if bias]
+            def bias_of(members: Sequence[str]) -> Tensor | None:
+                read = [context.read_weight(f"{each}.bias", shard.total, rows=shard.rows) for each in members if bias]
                 return torch.cat(read) if read else None
 
-            own = [[f"{name}.experts.{number}.{each}" for each in names] for number in numbers]
-            lora = context.expert_lora(own, inputs, shard)
-            biases = [bias_of(each) for each in own]
-            return context.expert_matrices(own, inputs, shard, biases, self._experts.first), lora
+            by_expert = [[f"{name}.experts.{number}.{each}" for each in names] for number in numbers]
+            lora = context.expert_lora(by_expert, inputs, shard)
+            biases = [bias_of(each) for each in by_expert]
+            return context.expert_matrices(by_expert, inputs, shard, biases, self._experts.first), lora
 
         self._gate_up, self._gate_up_lora = matrices([gate, up], hidden_size, self._shard)
         self._down, self._down_lora = matrices([down], intermediate_size, self._out_shard)
@@ -117,11 +116,11 @@ class MixtureOfExperts:
         if self._input_routing:
             _, factors = self._ops.select_experts(logits, self._input_routing)
             x = self._ops.combine_experts(x[:, None], factors, None, None)
-        if self._by_expert:
-            return self._by_experts(x, ids, weights, shared, gate)
+        if self._expert_parallel:
+            return self._split_by_experts(x, ids, weights, shared, gate)
         if self._gate_up_lora is None or self._ops.is_capturing():
-            lora_slots = None  # a captured pass does not run while adapters of experts are loaded
-        return self._by_outputs(x, ids, weights, shared, gate, lora_slots)
+            lora_slots = None  # captured steps are not used while adapters of experts are loaded
+        return self._split_by_outputs(x, ids, weights, shared, gate, lora_slots)
 
     def _gated(self, x: Tensor, ids: Tensor, out: Tensor | None = None, lora_slots: Tensor | None = None) -> Tensor:
         if lora_slots is None or self._gate_up_lora is None:
@@ -129,26 +128,26 @@ class MixtureOfExperts:
         products = self._gate_up_lora(self._gate_up.linear(x, ids), x, lora_slots, ids)
         return self._ops.activation_and_mul(products, self._activation, out)
 
-    def _by_experts(
+    def _split_by_experts(
         self, x: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None, gate: Tensor | None
     ) -> Tensor:
-        """The layer's output, of which each rank computes its experts' part."""
+        """The layer's output; each rank computes its experts."""
         tokens, top_k = ids.shape
         if self._places is not None:
             ids = self._ops.place_experts(ids, self._places)
 
         def compute(out: Tensor | None) -> Tensor:
-            own = None if out is None else out.unflatten(0, (tokens, top_k))
-            return self._down.linear(self._gated(x, ids), ids, own).flatten(0, 1)
+            by_token = None if out is None else out.unflatten(0, (tokens, top_k))
+            return self._down.linear(self._gated(x, ids), ids, by_token).flatten(0, 1)
 
         def combine(rows: Tensor, columns: Shard) -> Tensor:
-            own = None if shared is None else shared[:, columns.first : columns.end]
-            return self._ops.combine_experts(rows.unflatten(0, (tokens, top_k)), weights, own, gate)
+            shared_part = None if shared is None else shared[:, columns.first : columns.end]
+            return self._ops.combine_experts(rows.unflatten(0, (tokens, top_k)), weights, shared_part, gate)
 
         width = self._out_shard.total
         return self._group.combine_rows(compute, ids.flatten(), self._experts, width, self._dtype, top_k, combine)
 
-    def _by_outputs(
+    def _split_by_outputs(
         self,
         x: Tensor,
         ids: Tensor,
@@ -157,12 +156,12 @@ class MixtureOfExperts:
         gate: Tensor | None,
         lora_slots: Tensor | None,
     ) -> Tensor:
-        """The layer's output, of which each rank computes some columns."""
+        """The layer's output; each rank computes some columns of every expert."""
         tokens, top_k = ids.shape
 
         def gate_up(out: Tensor | None) -> Tensor:
-            own = None if out is None else out.unflatten(0, (tokens, top_k))
-            return self._gated(x, ids, own, lora_slots).flatten(0, 1)
+            by_token = None if out is None else out.unflatten(0, (tokens, top_k))
+            return self._gated(x, ids, by_token, lora_slots).flatten(0, 1)
 
         activations = self._group.all_gather(gate_up, tokens * top_k, self._shard, self._dtype, top_k)
 
@@ -171,16 +170,16 @@ class MixtureOfExperts:
             outputs = self._down.linear(inputs, ids)
             if lora_slots is not None and self._down_lora is not None:
                 outputs = self._down_lora(outputs, inputs, lora_slots, ids)
-            own = None if shared is None else shared[:, self._out_shard.first : self._out_shard.end]
-            return self._ops.combine_experts(outputs, weights, own, gate, out)
+            shared_part = None if shared is None else shared[:, self._out_shard.first : self._out_shard.end]
+            return self._ops.combine_experts(outputs, weights, shared_part, gate, out)
 
         return self._group.all_gather(down, tokens, self._out_shard, self._dtype)
 
 
-def _place_table(of_ranks: Ranks, num_experts: int, device: torch.device) -> Tensor | None:
-    """As of ``reference.place_experts``; None where experts have the places of their numbers."""
-    places = places_of(of_ranks, num_experts)
+def _place_table(placement: Ranks, num_experts: int, device: torch.device) -> Tensor | None:
+    """Places of each expert for ``reference.place_experts``; None if every place is the expert's index."""
+    places = places_of(placement, num_experts)
     if places == [[expert] for expert in range(num_experts)]:
         return None
     width = max(map(len, places))
-    return torch.tensor([[len(own), *own, *[0] * (width - len(own))] for own in places], device=device)
+    return torch.tensor([[len(each), *each, *[0] * (width - len(each))] for each in places], device=device)

@@ -1,4 +1,4 @@
-"""M-RoPE: rotary positions in time, height and width (Qwen2-VL; Wang et al., 2024)."""
+"""M-RoPE: rotary embedding with positions in time, height and width (Qwen2-VL; Wang et al., 2024)."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 class MRoPE:
     """Rows of a rotary table for tokens with three positions.
 
-    Each pair of a head's elements is rotated by one of the three. Tokens whose positions are all equal, as those of
-    text are, use the row of that position. For others the row is composed, behind those of positions, so that attention
-    needs to know nothing but the number of the row.
+    Each pair of a head's elements is rotated by one of the three positions. If they are all equal, as in text, the
+    token uses the row of that position. For other tokens a row is composed after those of positions, so attention only
+    needs the index of a row.
 
     Args:
-        table: ``[max_len + composed, head_dim]`` float32, of ``layers.rope.rope_table``, with room for composed rows.
+        table: ``[max_len + composed, head_dim]`` float32 from ``layers.rope.rope_table``, with space for composed rows.
         max_len: number of positions.
-        sections: numbers of pairs that are rotated by time, height and width.
-        interleaved: take turns with the three, as long as their numbers last, and leave the other pairs to time
-            (Qwen3-VL); else one comes after the other.
-        alternating: ``sections`` are of height, width and time, and the former two take turns, as many pairs each,
-            before time (ERNIE 4.5 VL).
+        sections: number of pairs rotated by time, height and width.
+        interleaved: pairs of time, height and width alternate as long as their sections last; time has the remaining
+            pairs (Qwen3-VL). False: one section after the other.
+        alternating: ``sections`` are those of height, width and time. Pairs of height and width, equally many,
+            alternate; those of time follow (ERNIE 4.5 VL).
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class MRoPE:
             axes.zero_()
             for axis in (1, 2):
                 axes[axis : 3 * sections[axis] : 3] = axis
-        self._axes = torch.cat((axes, axes)).to(table.device)  # of cosines, and of sines
+        self._axes = torch.cat((axes, axes)).to(table.device)  # for cosines and sines
         self._elements = torch.arange(table.shape[1], device=table.device)
 
     def rows(self, positions: np.ndarray) -> Tensor:
-        """The row of each token, ``[tokens]`` int64, once the rows that were composed for this step are written.
+        """Compose the rows of this step. Returns the index of each token's row, ``[tokens]`` int64.
 
         Args:
-            positions: ``[3, tokens]`` int64: in time, height and width.
+            positions: ``[3, tokens]`` int64: positions in time, height and width.
         """
         composed = np.flatnonzero((positions != positions[0]).any(0))
         rows = positions[0].copy()

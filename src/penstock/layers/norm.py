@@ -1,4 +1,4 @@
-"""Norms, alone and fused with the residual stream."""
+"""Norms, also fused with the addition to the residual stream."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from .context import BuildContext
 
 
 class Norm(Protocol):
-    """The interface of norms over the last dimension."""
+    """Interface of norms over the last dimension."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``[..., size]`` normed."""
+        """Normalize ``[..., size]``."""
         ...
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Add ``x`` to the residual stream; returns the sum normed, and the sum, both ``[tokens, size]``."""
+        """Add ``x`` to the residual stream. Returns the normalized sum and the sum, both ``[tokens, size]``."""
         ...
 
 
 class RMSNorm:
-    """RMS norm (Zhang and Sennrich, 2019) over the last dimension.
+    """RMS norm (Zhang and Sennrich, 2019); a ``Norm``.
 
     Args:
-        float32: multiply by the weights in float32, and round only then.
+        float32: multiply by the weight in float32, and round after that.
         unit_offset: multiply by 1 + weight, in float32.
     """
 
@@ -42,20 +42,18 @@ class RMSNorm:
         self._ops = context.ops
         weight = context.read_weight(f"{name}.weight", size)
         self.weight = 1 + weight.float() if unit_offset else weight.float() if float32 else weight
-        """As of ``reference.rms_norm``."""
+        """Weight for ``reference.rms_norm``."""
         self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        """As ``Norm.__call__``."""
         return self._ops.rms_norm(x, self.weight, self._eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """As ``Norm.add``."""
         return self._ops.add_rms_norm(x, residual, self.weight, self._eps)
 
 
 class UnweightedRMSNorm(RMSNorm):
-    """RMS norm that has no weights: a vector divided by its length, times the root of its size (Llama 4's L2 norm)."""
+    """RMS norm without weight (Llama 4's L2 norm)."""
 
     def __init__(self, context: BuildContext, size: int, eps: float) -> None:
         self._ops = context.ops
@@ -64,10 +62,10 @@ class UnweightedRMSNorm(RMSNorm):
 
 
 class LayerNorm:
-    """Layer norm (Ba et al., 2016) over the last dimension.
+    """Layer norm (Ba et al., 2016); a ``Norm``.
 
     Args:
-        heads: first and end of this rank's heads and their number, where each has weights of its own.
+        heads: for a norm with one weight per head: first and end of this rank's heads, and the number of all heads.
     """
 
     def __init__(
@@ -89,10 +87,8 @@ class LayerNorm:
         self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        """As ``Norm.__call__``."""
         return self._ops.layer_norm(x, self._weight, self._bias, self._eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """As ``Norm.add``."""
         residual = self._ops.add_residual(x, residual)
         return self(residual), residual

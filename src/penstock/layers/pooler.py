@@ -1,4 +1,4 @@
-"""What comes after pooling: a classifier, or the dense layers of sentence-transformers."""
+"""Layers after pooling: a classifier, or the dense layers of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ PoolerLayer = Callable[[Tensor], Tensor]
 
 
 class PoolerHead:
-    """Layers after pooling, computed in float32 whatever the model's dtype, and by every rank.
+    """Layers after pooling, computed in float32 by every rank, whatever the model's dtype.
 
     Args:
-        layers: each takes ``[rows, in]`` to ``[rows, out]``, float32.
-        outputs: size of the last one's output.
+        layers: functions from ``[rows, in]`` to ``[rows, out]``, float32.
+        outputs: output size of the last layer.
     """
 
     def __init__(self, layers: Sequence[PoolerLayer], outputs: int) -> None:
@@ -35,10 +35,10 @@ class PoolerHead:
 def dense(
     context: BuildContext, name: str, inputs: int, outputs: int, function: str = "", bias: bool = True
 ) -> PoolerLayer:
-    """A linear layer of the checkpoint, and an activation function after it.
+    """A linear layer of the checkpoint, followed by an activation function.
 
     Args:
-        function: a name of ``ops.activations.ACTIVATIONS``; empty for none.
+        function: a key of ``ops.activations.ACTIVATIONS``; empty: none.
     """
 
     def read(part: str, *shape: int) -> Tensor:

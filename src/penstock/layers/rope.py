@@ -1,4 +1,4 @@
-"""Rotary position embedding, and the ways to extend it beyond the trained context."""
+"""Rotary position embedding (RoPE), and its extensions beyond the original context length."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def rope_table(
     """Cosines and sines of every position, ``[max_len, head_dim]`` float32: ``head_dim / 2`` of each.
 
     Args:
-        max_len: tokens that a sequence may have.
-        parameters: ``rope_parameters`` of ``config.json``: ``rope_type``, ``rope_theta`` and what the type needs.
-        max_position_embeddings: of ``config.json``, the trained context where ``parameters`` do not give one.
+        max_len: maximum sequence length in tokens.
+        parameters: ``rope_parameters`` of ``config.json``: ``rope_type``, ``rope_theta`` and parameters of the type.
+        max_position_embeddings: field of ``config.json``, the default of the original context length.
 
     Raises ``PenstockError`` (``unsupported``) for an unknown type.
     """
@@ -36,13 +36,13 @@ def rope_table(
 
 
 def depends_on_length(parameters: Mapping[str, Any]) -> bool:
-    """Whether the frequencies depend on ``max_len``. They are computed once, at load, so that keys in the KV cache stay
-    valid; engines with another ``max_len`` then compute other bits."""
+    """Whether the frequencies depend on ``max_len``. They are computed once, at load, so keys in the KV cache stay
+    valid, but engines with another ``max_len`` compute other bits."""
     return parameters.get("rope_type") in ("dynamic", "longrope")
 
 
 def _default(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int) -> tuple[Tensor, float]:
-    """Frequencies ``[dim / 2]``, radians a position, and a factor of cosines and sines (attention scaling)."""
+    """Frequencies ``[dim / 2]`` in radians per position, and a factor of cosines and sines (attention scaling)."""
     return _frequencies(dim, parameters["rope_theta"]), 1.0
 
 
@@ -52,7 +52,7 @@ def _linear(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int)
 
 
 def _dynamic(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int) -> tuple[Tensor, float]:
-    """A base that grows with the length beyond the trained context (dynamic NTK)."""
+    """A base that grows with the length beyond the original context (dynamic NTK)."""
     factor = parameters["factor"]
     stretch = factor * max(max_len, trained) / trained - (factor - 1)
     return _frequencies(dim, parameters["rope_theta"] * stretch ** (dim / (dim - 2))), 1.0
@@ -68,16 +68,16 @@ def _llama3(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int)
 
 
 def _yarn(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int) -> tuple[Tensor, float]:
-    """Frequencies interpolated by their turns within the trained context, and scaled attention (Peng et al., 2023)."""
+    """YaRN (Peng et al., 2023): interpolation by the number of rotations in the original context, scaled attention."""
     theta = parameters["rope_theta"]
     original = parameters.get("original_max_position_embeddings") or trained
     factor = parameters.get("factor") or trained / original
 
-    def pair_of_turns(times: float) -> float:
-        return dim * math.log(original / (times * 2 * math.pi)) / (2 * math.log(theta))
+    def dimension_of(rotations: float) -> float:
+        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    first = pair_of_turns(parameters.get("beta_fast") or 32)
-    last = pair_of_turns(parameters.get("beta_slow") or 1)
+    first = dimension_of(parameters.get("beta_fast") or 32)
+    last = dimension_of(parameters.get("beta_slow") or 1)
     if parameters.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
@@ -99,7 +99,7 @@ def _yarn(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int) -
 
 
 def _longrope(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int) -> tuple[Tensor, float]:
-    """Each frequency divided by a factor of its own, by other ones beyond the trained context (Ding et al., 2024)."""
+    """LongRoPE (Ding et al., 2024): one divisor per frequency, with separate ones beyond the original context."""
     original = parameters.get("original_max_position_embeddings") or trained
     factors = torch.tensor(parameters["long_factor" if max_len > original else "short_factor"])
     scale, factor = parameters.get("attention_factor"), parameters.get("factor") or trained / original
@@ -109,7 +109,7 @@ def _longrope(dim: int, max_len: int, parameters: Mapping[str, Any], trained: in
 
 
 def _proportional(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int) -> tuple[Tensor, float]:
-    """Only the first frequencies of a head rotate, as many as ``partial_rotary_factor`` says; the others are 0."""
+    """The first frequencies, a fraction ``partial_rotary_factor``, rotate; the others are 0."""
     rotated = int(parameters.get("partial_rotary_factor", 1.0) * dim // 2)
     frequencies = _frequencies(dim, parameters["rope_theta"])
     frequencies[rotated:] = 0.0
@@ -117,7 +117,7 @@ def _proportional(dim: int, max_len: int, parameters: Mapping[str, Any], trained
 
 
 def _frequency_factors(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int) -> tuple[Tensor, float]:
-    """Each frequency divided by a factor of its own (``rope_freqs.weight`` of GGUF files)."""
+    """One divisor per frequency (``rope_freqs.weight`` of GGUF files)."""
     return _frequencies(dim, parameters["rope_theta"]) / torch.tensor(parameters["frequency_factors"]), 1.0
 
 
@@ -126,8 +126,8 @@ def _frequencies(dim: int, theta: float) -> Tensor:
 
 
 def _wavelengths(dim: int, theta: float) -> Tensor:
-    """Positions a radian, ``[dim / 2]``. Frequencies are computed of these as transformers does: another rounding is an
-    angle of its own far from the beginning."""
+    """Positions per radian, ``[dim / 2]``. Frequencies are computed from them, as in transformers: with other rounding,
+    angles differ at high positions."""
     wavelengths: Tensor = theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
     return wavelengths
 

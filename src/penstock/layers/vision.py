@@ -1,4 +1,4 @@
-"""Layers of vision transformers: attention in both directions, with rotary positions in height and width."""
+"""Layers of vision transformers: patch embedding, bidirectional attention with 2-D rotary embedding, MLP."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from .linear import ColumnParallelLinear
 from .norm import Norm
 
 MIN_SCORES = 2**16
-"""Attention scores of all heads together from which on threads pay."""
+"""Number of attention scores, over all heads, from which on threads are faster."""
 
 
 class Linear(ColumnParallelLinear):
-    """A linear layer that every rank computes whole.
+    """A linear layer that every rank computes completely.
 
     Args:
-        context: of a single rank.
-        name: of the checkpoint's matrix, without ``.weight``.
-        others: of more matrices of the same input and size, whose outputs follow.
+        context: context of a single rank.
+        name: name of the matrix in the checkpoint, without ``.weight``.
+        others: names of further matrices of the same shape, whose outputs are appended.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class Linear(ColumnParallelLinear):
 
 
 class PatchEmbed:
-    """The linear layer of patches, which checkpoints have as a convolution. It is not quantized.
+    """Patch embedding: a convolution in the checkpoint, computed as an unquantized linear layer.
 
     Args:
-        name: of the checkpoint's convolution, without ``.weight``.
-        patch: size of a patch: channels, frames (of a convolution in three dimensions), height, width.
+        name: name of the convolution in the checkpoint, without ``.weight``.
+        patch: shape of a patch: channels, frames (for 3-D convolutions), height, width.
     """
 
     def __init__(
@@ -61,17 +61,17 @@ class PatchEmbed:
         self._matrix = PackedMatrix(context.ops, context.ops.pack([weight], biases))
 
     def __call__(self, patches: Tensor) -> Tensor:
-        """``[patches, size of one]`` to ``[patches, outputs]``."""
+        """``[patches, prod(patch)]`` to ``[patches, outputs]``."""
         return self._matrix.linear(patches)
 
 
 class HeadThreads:
-    """Threads that compute attention, each for a head at a time.
+    """Thread pool for attention, with one head per task.
 
-    PyTorch's own threads wait for each other after every operation, on cores that the kernels then lack.
+    PyTorch's own threads busy-wait after every operation, on cores that the kernels then lack.
 
     Args:
-        context: as many as its layers have, or as there are cores.
+        context: has the number of threads (``threads``; 0: all usable cores).
     """
 
     def __init__(self, context: BuildContext) -> None:
@@ -79,13 +79,13 @@ class HeadThreads:
         self._pool: ThreadPoolExecutor | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention within segments, ``[heads, segments, length, head_dim]`` each and of the result."""
+        """Attention within segments. Arguments and result are ``[heads, segments, length, head_dim]``."""
         heads, segments, length, _ = q.shape
         if self._count == 1 or heads * segments * length**2 < MIN_SCORES:
             return torch.cat([_attend(*each) for each in zip(q.split(1), k.split(1), v.split(1), strict=True)])
         if self._pool is None:
-            one = partial(torch.set_num_threads, 1)
-            self._pool = ThreadPoolExecutor(self._count, "vision-attention", one)
+            initializer = partial(torch.set_num_threads, 1)
+            self._pool = ThreadPoolExecutor(self._count, "vision-attention", initializer)
         return torch.cat(list(self._pool.map(_attend, q.split(1), k.split(1), v.split(1))))
 
 
@@ -95,15 +95,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class VisionAttention:
-    """Multi-head attention of an image's patches to all of their segment.
+    """Multi-head attention of each patch to all patches of its segment.
 
     Args:
-        name: of the checkpoint's module, above ``qkv`` and ``proj``.
-        threads: shared by the layers of a tower.
-        qkv: the module's names of queries, keys and values, where they are three matrices.
-        proj: the module's name of the output's matrix.
-        bias: of queries, keys and values, and of the output.
-        qk_norms: on queries and keys, all heads of a patch together.
+        name: module in the checkpoint with ``qkv`` and ``proj``.
+        threads: thread pool, shared by the layers of a tower.
+        qkv: names of the query, key and value matrices: one fused, or three.
+        proj: name of the output matrix.
+        bias: ``qkv`` and ``proj`` have a bias.
+        qk_norms: norms of queries and keys, over all heads of a patch together.
     """
 
     def __init__(
@@ -127,12 +127,11 @@ class VisionAttention:
         self._proj = Linear(context, f"{name}.{proj}", size, size, bias[1])
 
     def __call__(self, x: Tensor, rope: Tensor | None, segments: Sequence[int]) -> Tensor:
-        """Attend.
+        """Compute attention, ``[patches, size]`` to ``[patches, size]``.
 
         Args:
-            x: ``[patches, size]``.
-            rope: ``[2, patches, head_dim]`` float32: cosines and sines; None turns nothing.
-            segments: lengths of the segments, one after the other.
+            rope: ``[2, patches, head_dim]`` float32: cosines and sines; None: no rotary embedding.
+            segments: lengths of the consecutive segments.
         """
         parts = self._qkv(x).view(len(x), 3, -1).unbind(1)
         if self._qk_norms:
@@ -142,22 +141,22 @@ class VisionAttention:
         if rope is not None:
             q, k = _rotate(q, rope), _rotate(k, rope)
         attended, start = [], 0
-        for length, group in groupby(segments):  # those of equal length at once
+        for length, group in groupby(segments):  # consecutive segments of equal length are computed together
             end = start + length * sum(1 for _ in group)
-            own = (each[:, start:end].unflatten(1, (-1, length)).contiguous() for each in (q, k, v))
-            attended.append(self._threads.attend(*own).flatten(1, 2))
+            qkv = (each[:, start:end].unflatten(1, (-1, length)).contiguous() for each in (q, k, v))
+            attended.append(self._threads.attend(*qkv).flatten(1, 2))
             start = end
         whole = torch.cat(attended, 1) if attended[1:] else attended[0]
         return self._proj(whole.transpose(0, 1).flatten(1))
 
 
 class VisionMLP:
-    """``fc2(activation(fc1(x)))``.
+    """MLP without a gate, ``fc2(activation(fc1(x)))``.
 
     Args:
-        fc1, fc2: names of the checkpoint's matrices, without ``.weight``.
-        sizes: of an input, between the two, and of an output.
-        bias: whether the matrices have biases.
+        fc1, fc2: names of the matrices in the checkpoint, without ``.weight``.
+        sizes: input, intermediate and output size.
+        bias: matrices have biases.
     """
 
     def __init__(
@@ -169,9 +168,9 @@ class VisionMLP:
         activation: Callable[[Tensor], Tensor],
         bias: bool = True,
     ) -> None:
-        inputs, between, outputs = sizes
-        self._fc1 = Linear(context, fc1, inputs, between, bias)
-        self._fc2 = Linear(context, fc2, between, outputs, bias)
+        inputs, intermediate, outputs = sizes
+        self._fc1 = Linear(context, fc1, inputs, intermediate, bias)
+        self._fc2 = Linear(context, fc2, intermediate, outputs, bias)
         self._activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -180,11 +179,11 @@ class VisionMLP:
 
 
 class VisionBlock:
-    """Attention and MLP, each behind a norm.
+    """Attention and MLP with residual connections and pre-norms.
 
     Args:
-        mlp: ``[patches, size]`` to the same.
-        scales: what the outputs of attention and MLP are multiplied by, ``[size]`` each; none is 1.
+        mlp: function from ``[patches, size]`` to ``[patches, size]``.
+        scales: factors of the attention and MLP outputs (LayerScale), ``[size]`` each; empty: 1.
     """
 
     def __init__(
@@ -200,12 +199,12 @@ class VisionBlock:
         self._scales = scales
 
     def __call__(self, x: Tensor, rope: Tensor | None, segments: Sequence[int]) -> Tensor:
-        """``[patches, size]`` to the same; other arguments as for ``VisionAttention``."""
+        """``[patches, size]`` to ``[patches, size]``; other arguments: see ``VisionAttention``."""
         x = x + self._scaled(self._attention(self._norms[0](x), rope, segments), 0)
         return x + self._scaled(self._mlp(self._norms[1](x)), 1)
 
-    def _scaled(self, x: Tensor, which: int) -> Tensor:
-        return x * self._scales[which] if self._scales else x
+    def _scaled(self, x: Tensor, index: int) -> Tensor:
+        return x * self._scales[index] if self._scales else x
 
 
 def quick_gelu(x: Tensor) -> Tensor:
@@ -214,7 +213,7 @@ def quick_gelu(x: Tensor) -> Tensor:
 
 
 def _rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """``[heads, patches, head_dim]`` rotated by pairs of elements of the first and the second half."""
+    """Rotate ``[heads, patches, head_dim]``, with pairs of elements from both halves of a head (GPT-NeoX)."""
     cosines, sines = rope
     wide = x.float()
     first, second = wide.chunk(2, -1)
@@ -223,11 +222,11 @@ def _rotate(x: Tensor, rope: Tensor) -> Tensor:
 
 
 def axial_rope(rows: Tensor, columns: Tensor, head_dim: int, theta: float) -> Tensor:
-    """Cosines and sines of rotary positions in two dimensions, ``[2, patches, head_dim]`` float32: a quarter of the
-    elements by row, a quarter by column, and the same again.
+    """Cosines and sines of a 2-D rotary embedding, ``[2, patches, head_dim]`` float32: the first quarter of the
+    elements by row, the second by column; the second half repeats the first.
 
     Args:
-        rows, columns: ``[patches]`` int64.
+        rows, columns: position of each patch, ``[patches]`` int64.
     """
     frequencies = 1.0 / theta ** (torch.arange(0, head_dim // 2, 2, dtype=torch.float32) / (head_dim // 2))
     angles = torch.cat([torch.outer(each.float(), frequencies) for each in (rows, columns)], -1)

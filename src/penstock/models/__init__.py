@@ -1,4 +1,4 @@
-"""Models: families by architecture, and what computes them. Importing the package imports no torch."""
+"""Models: families of architectures, and their implementations. Importing the package does not import torch."""
 
 from penstock.checkpoint.decoder_options import DecoderOptions
 from penstock.checkpoint.experts_config import ExpertsConfig

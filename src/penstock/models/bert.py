@@ -1,5 +1,5 @@
 """BERT (Devlin et al., 2019), RoBERTa (Liu et al., 2019) and XLM-RoBERTa (Conneau et al., 2020): learned positions,
-token types, and a norm after each sum."""
+token types, post-norm."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ def build_encoder(
     mlp: Callable[[str], MLPLayer],
     rope: Tensor | None = None,
 ) -> Encoder:
-    """BERT, or an encoder that differs from it in what is given.
+    """Build BERT, or an encoder that differs from it in the arguments.
 
     Args:
-        norms: names of the norms after a layer's attention and after its feed-forward layer.
-        mlp: builds the feed-forward layer of the layer of a name.
-        rope: as for ``BidirectionalAttention``; None: learned positions.
+        norms: names of the norms after a layer's attention and after its MLP.
+        mlp: builds the MLP of a layer from the layer's name.
+        rope: rotary table, see ``BidirectionalAttention``; None: learned positions.
     """
     name = module_name(context, config, EMBEDDINGS)
     size, eps = config.hidden_size, config.rms_norm_eps
 
     def layer(number: int) -> PostNormLayer:
-        own = f"{name}encoder.layer.{number}"
+        layer_name = f"{name}encoder.layer.{number}"
         heads, head_dim = config.num_heads, config.head_dim
         return PostNormLayer(
             context.ops,
             BidirectionalAttention(
-                context, f"{own}.attention", hidden_size=size, num_heads=heads, head_dim=head_dim, rope=rope
+                context, f"{layer_name}.attention", hidden_size=size, num_heads=heads, head_dim=head_dim, rope=rope
             ),
-            LayerNorm(context, f"{own}.{norms[0]}", size, eps, bias=True),
-            mlp(own),
-            LayerNorm(context, f"{own}.{norms[1]}", size, eps, bias=True),
+            LayerNorm(context, f"{layer_name}.{norms[0]}", size, eps, bias=True),
+            mlp(layer_name),
+            LayerNorm(context, f"{layer_name}.{norms[1]}", size, eps, bias=True),
             last=number == config.num_layers - 1,
         )
 
@@ -60,11 +60,9 @@ def build_encoder(
 
 
 def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Encoder:
-    def mlp(own: str) -> MLP:
-        names, sizes = (
-            (f"{own}.intermediate.dense", f"{own}.output.dense"),
-            (config.hidden_size, config.intermediate_size),
-        )
+    def mlp(layer_name: str) -> MLP:
+        names = f"{layer_name}.intermediate.dense", f"{layer_name}.output.dense"
+        sizes = config.hidden_size, config.intermediate_size
         return MLP(context, names, *sizes, bias=True, activation=config.options.activation)
 
     return build_encoder(context, config, ("attention.output.LayerNorm", "output.LayerNorm"), mlp)

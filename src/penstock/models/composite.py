@@ -1,4 +1,4 @@
-"""Models with a vision tower and a projector before a language model of another family: their configuration."""
+"""Configuration of models with a vision tower, a projector, and a language model of another family."""
 
 from dataclasses import replace
 
@@ -16,33 +16,34 @@ PROJECTOR = "multi_modal_projector"
 
 
 def read_text(raw: ConfigJson, tower: int, inputs: int) -> ModelConfig:
-    """The language model's configuration.
+    """The configuration of the language model, with the number of vision parameters.
 
     Args:
-        tower: parameters of the tower.
-        inputs: of the projector.
+        tower: number of parameters of the tower.
+        inputs: input size of the projector.
 
-    Raises ``PenstockError`` (``unsupported``) where it is of another family.
+    Raises ``PenstockError`` (``unsupported``) for a language model that is not in ``TEXT``.
     """
     kind = str(raw["text_config"].get("model_type"))
     if kind not in TEXT:
-        words = f"the language model {kind[:40]!r} of {raw.get('model_type')}; known are {', '.join(TEXT)}"
-        raise PenstockError(Code.UNSUPPORTED, words, "model")
+        message = f"{raw.get('model_type')} with the language model {kind[:40]!r}; supported are {', '.join(TEXT)}"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
     config = find_family(TEXT[kind]).read_config(raw)
     return replace(config, vision_weights=tower + (inputs + config.hidden_size) * config.hidden_size)
 
 
 def projector_activation(raw: ConfigJson) -> str:
-    """``projector_hidden_act``. Raises ``PenstockError`` (``unsupported``) for one that is not known."""
+    """``projector_hidden_act``. Raises ``PenstockError`` (``unsupported``) for an unknown activation."""
     if (name := str(raw["projector_hidden_act"])) not in ACTIVATIONS:
-        raise PenstockError(Code.UNSUPPORTED, f"projector_hidden_act is {name[:40]!r}", "model")
+        message = f"projector_hidden_act is {name[:40]!r}; supported are {', '.join(ACTIVATIONS)}"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
     return name
 
 
 def find_stored(config: ModelConfig, name: str) -> Stored:
-    """As ``Family.find_stored``."""
+    """See ``Family.find_stored``."""
     if name.startswith(("model.", "lm_head")):
         return Stored(f"language_model.{name}")
-    if name.startswith(f"{TOWER}."):  # one level deeper in files of earlier versions of transformers
+    if name.startswith(f"{TOWER}."):  # files of older transformers versions have one more level
         return Stored(name, other=f"{TOWER}.vision_model{name.removeprefix(TOWER)}")
     return Stored(name)

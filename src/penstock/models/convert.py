@@ -1,5 +1,5 @@
-"""Rewrites checkpoints as safetensors in shards of another size or dtype; also those that engine folders were built
-from, where nothing was rounded."""
+"""Conversion of checkpoints to safetensors, with another shard size or dtype. Engine folders can be converted back if
+their weights were not rounded."""
 
 from __future__ import annotations
 
@@ -42,46 +42,44 @@ NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Names of dtypes in safetensors."""
-OWN = "penstock_convert"
-"""Entry of a file's metadata: a hash of all that it was made from."""
-PIECE = 2**26
+"""Dtype names in safetensors."""
+STATE_KEY = "penstock_convert"
+"""Metadata key of a file, with a hash of everything that it depends on."""
+CHUNK = 2**26
 """Bytes of a tensor that are converted at a time."""
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 Sink = Callable[[str, int, Tensor], None]
-"""Takes rows of a tensor: its name, the first row, and the rows as they are stored."""
+"""Receives rows of a tensor: name, index of the first row, and the rows as stored."""
 
 
 class Source(Protocol):
     """Tensors by name."""
 
     def describe(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtype and shape of each, in a fixed order."""
+        """Dtype and shape of each tensor, in a fixed order."""
         ...
 
     def read(self, names: Collection[str], sink: Sink) -> None:
-        """Give these tensors to the sink, in pieces of rows."""
+        """Pass these tensors to the sink, in chunks of rows."""
         ...
 
 
 class CheckpointSource:
-    """The tensors of a checkpoint, quantized ones as they are."""
+    """The tensors of a checkpoint, including those of quantized matrices, as stored; a ``Source``."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
 
     def describe(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """As ``Source.describe``."""
         tensors = {(name := self._checkpoint.stored_name(each)): self._tensor(name) for each in self._checkpoint.names}
         return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
     def read(self, names: Collection[str], sink: Sink) -> None:
-        """As ``Source.read``."""
         for name in names:
             sink(name, 0, self._tensor(name))
 
     def _tensor(self, name: str) -> Tensor:
-        return self._checkpoint.read(name, *self._checkpoint.shape(name), as_stored=True)  # pages are read when used
+        return self._checkpoint.read(name, *self._checkpoint.shape(name), as_stored=True)  # mapped: read when used
 
 
 @dataclass(frozen=True)
@@ -90,16 +88,17 @@ class Shard:
 
     name: str
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
-    """In the order in which they lie in the file: those of larger numbers first, so that all are aligned."""
+    """Dtype and shape of each tensor in file order: larger items first, so that all tensors are aligned."""
     state: str
+    """Hash of everything that the file depends on."""
 
     @property
     def sizes(self) -> dict[str, int]:
         return {name: dtype.itemsize * prod(shape) for name, (dtype, shape) in self.tensors.items()}
 
     def layout(self) -> tuple[bytes, dict[str, int]]:
-        """The header of the file, and the offset of each tensor in the file."""
-        entries: dict[str, Any] = {"__metadata__": {"format": "pt", OWN: self.state}}
+        """The header of the file, and the byte offset of each tensor in the file."""
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt", STATE_KEY: self.state}}
         at, sizes, offsets = 0, self.sizes, {}
         for name, (dtype, shape) in self.tensors.items():
             offsets[name] = at
@@ -110,7 +109,7 @@ class Shard:
         return len(header).to_bytes(8, "little") + header, {name: start + offset for name, offset in offsets.items()}
 
     def is_whole(self, path: Path) -> bool:
-        """Whether a file is what was planned, as its names are given to whole files only."""
+        """Whether a file has this header and size. Its data is complete then: files are renamed when complete."""
         header, _ = self.layout()
         try:
             with path.open("rb") as file:
@@ -129,20 +128,20 @@ def convert(
     max_shard_size: int = 5 * 10**9,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
-    """Write a checkpoint of safetensors. The same arguments give the same bytes, also after a run that was killed,
-    whose whole files are kept.
+    """Write a safetensors checkpoint. The same arguments give the same bytes. Complete files of an interrupted run are
+    kept.
 
     Args:
-        folder: a checkpoint of safetensors or of PyTorch's files, or an engine folder that is not quantized.
-        dtype: of floating-point tensors that are not part of a quantized matrix; None leaves them as they are.
-        max_shard_size: bytes that a file may have, unless it is a single tensor.
-        progress: called with the bytes that are written, and those of all.
+        folder: a checkpoint with safetensors or PyTorch files, or an engine folder that is not quantized.
+        dtype: dtype of floating-point tensors that are not part of a quantized matrix; None: unchanged.
+        max_shard_size: maximum bytes of a file with more than one tensor.
+        progress: called with the bytes written so far, and the bytes of all files.
 
     Returns:
         The number of files.
 
-    Raises ``PenstockError`` with one sentence where the checkpoint is broken, cannot be turned back, or has numbers
-    that ``dtype`` cannot express.
+    Raises ``PenstockError`` if the checkpoint is broken, an engine folder cannot be converted back, or a value exceeds
+    the range of ``dtype``.
     """
     config = read_plain_config_json(folder)
     quantized = bool(quantization_config_of(config))
@@ -150,8 +149,8 @@ def convert(
     if built := read_engine_config(folder):
         source, dtype = EngineSource(folder, built), dtype or getattr(torch, built.dtype)
     elif find_gguf(folder):
-        words = f"{folder} has a GGUF file, which is served and built as it is, and not converted"
-        raise PenstockError(Code.UNSUPPORTED, words, "model")
+        message = f"{folder} has a GGUF file, which is served and built unmodified, and cannot be converted"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
     else:
         source = CheckpointSource(Checkpoint(folder))
     found = source.describe()
@@ -159,8 +158,8 @@ def convert(
         name: (_target(name, stored, None if quantized and _is_part(name, found) else dtype), shape)
         for name, (stored, shape) in found.items()
     }
-    what = checkpoint_digest(folder), str(dtype), max_shard_size, bool(built), 1
-    shards = _plan(described, max_shard_size, sha256(repr(what).encode()).hexdigest())
+    state = checkpoint_digest(folder), str(dtype), max_shard_size, bool(built), 1
+    shards = _plan(described, max_shard_size, sha256(repr(state).encode()).hexdigest())
     config = model_config(config)
     if dtype:
         fields = [field for field in ("dtype", "torch_dtype") if field in config] or ["dtype"]
@@ -168,7 +167,7 @@ def convert(
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     names = {shard.name for shard in shards} | ({INDEX} if len(shards) > 1 else set())
     total = sum(sum(shard.sizes.values()) for shard in shards)
-    with OutputFolder(output, folder, text, _is_own).filling(names):
+    with OutputFolder(output, folder, text, _is_converted).filling(names):
         done = 0
 
         def add(size: int) -> None:
@@ -188,15 +187,14 @@ def convert(
 
 
 def _target(name: str, stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype that a tensor gets."""
     if stored not in NAMES:
-        raise invalid("model", f"tensor {name} is of {stored}, which safetensors does not have")
+        raise invalid("model", f"tensor {name} is of {stored}, which safetensors does not support")
     return dtype if dtype and stored in FLOATS else stored
 
 
 def _is_part(name: str, names: Collection[str]) -> bool:
-    """Whether a tensor is a part of a quantized matrix: its scales and the like, and the weights themselves, whose
-    bytes bitsandbytes may store as floating-point numbers."""
+    """Whether a tensor is part of a quantized matrix: its scales etc., or its weights, which bitsandbytes may store as
+    bytes in a floating-point dtype."""
     return not name.endswith((".weight", ".bias")) or f"{name}.absmax" in names
 
 
@@ -218,9 +216,9 @@ def _write(source: Source, shard: Shard, path: Path, progress: Callable[[int], N
             dtype, shape = shard.tensors[name]
             row_bytes = dtype.itemsize * prod(shape[1:])
             file.seek(offsets[name] + first * row_bytes)
-            for piece in rows.split(max(PIECE // row_bytes, 1)) if rows.dim() and row_bytes else [rows]:
-                file.write(_bytes(_converted(name, piece, dtype)))
-                progress(piece.numel() * dtype.itemsize)
+            for chunk in rows.split(max(CHUNK // row_bytes, 1)) if rows.dim() and row_bytes else [rows]:
+                file.write(_bytes(_converted(name, chunk, dtype)))
+                progress(chunk.numel() * dtype.itemsize)
 
         source.read(shard.tensors, write_rows)
         file.flush()
@@ -234,7 +232,7 @@ def _converted(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     result = tensor.to(dtype)
     narrower = torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
     if narrower and (result.isinf() & tensor.isfinite()).any():
-        raise invalid("dtype", f"tensor {name} has numbers that {str(dtype).removeprefix('torch.')} cannot express")
+        raise invalid("dtype", f"tensor {name} has values beyond the range of {str(dtype).removeprefix('torch.')}")
     return result
 
 
@@ -242,10 +240,10 @@ def _bytes(tensor: Tensor) -> memoryview:
     return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
-def _is_own(folder: Path) -> bool:
-    """Whether ``convert`` has made a folder."""
+def _is_converted(folder: Path) -> bool:
+    """Whether a folder was written by ``convert``."""
     try:
         with safe_open(next(folder.glob("model*.safetensors")), framework="pt") as file:
-            return OWN in (file.metadata() or {})
+            return STATE_KEY in (file.metadata() or {})
     except (StopIteration, OSError, SafetensorError):
         return False

@@ -1,4 +1,4 @@
-"""The decoder that most families share: embedding, layers, language model head, and MTP heads."""
+"""The decoder of most families: embedding, layers, language model head, and MTP heads."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ from .mtp import DecoderMTPHead
 
 
 class Decoder(BaseModel):
-    """A ``Model``.
+    """A ``Model`` of decoder layers.
 
     Args:
-        num_mtp_heads: layers for multi-token prediction to load.
+        num_mtp_heads: number of layers for multi-token prediction to load.
+        attention, mlp: factories of a layer's attention and MLP.
     """
 
     def __init__(
@@ -75,8 +76,8 @@ class Decoder(BaseModel):
         self.mapped_bytes = context.weight_cache.mapped_bytes if context.weight_cache else 0
 
     def kv_specs(self, block_size: int, quantization: str = "") -> list[KVSpec]:
-        of_heads = [head.attention for head in self.draft_heads if head.attention]
-        attentions = [*(layer.attention for layer in self._layers), *of_heads]
+        head_attentions = [head.attention for head in self.draft_heads if head.attention]
+        attentions = [*(layer.attention for layer in self._layers), *head_attentions]
         return [attention.kv_spec(block_size, quantization) for attention in attentions]
 
     def transfer_layouts(self, slot_tokens: int, quantization: str = "") -> list[TransferLayout]:
@@ -129,10 +130,10 @@ class Decoder(BaseModel):
 
 
 def _keeps_order(options: DecoderOptions) -> bool:
-    """Whether logits that differ do so once they are scaled, too: by a power of two, and not capped."""
+    """Whether different logits stay different after scaling: by a power of two, and without a soft cap."""
     return options.logit_softcap == 0 and math.frexp(options.logit_scale)[0] == 0.5
 
 
 def _in_layers(names: Iterable[str], layers: Iterable[int]) -> set[str]:
-    """Tensor names of one layer as those of other layers."""
+    """Tensor names of a layer, with the index replaced by each of ``layers``."""
     return {re.sub(r"(?<=^model\.layers\.)\d+", str(layer), name) for name in names for layer in layers}

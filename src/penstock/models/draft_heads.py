@@ -1,4 +1,4 @@
-"""Loads heads that draft tokens from the model's hidden states, and have a checkpoint of their own: EAGLE, Medusa."""
+"""Loading of draft heads with a separate checkpoint: EAGLE and Medusa."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ FIELD = "speculative_config"
 
 
 class DraftHeads(NamedTuple):
-    """The heads of a checkpoint. They refer to their model, but do not keep it."""
+    """The draft heads of a checkpoint, with weak references to their model."""
 
     heads: Sequence[EagleHead | MedusaHead]
     aux_hidden_state_layers: Sequence[int]
-    """Of which the heads read hidden states; none where they read the last ones."""
+    """``Model.aux_hidden_state_layers`` for these heads; empty if they read the last hidden states."""
 
     def attach(self, model: Model) -> None:
-        """Make them the heads of a model, the one that they were loaded for or one that differs in its weights."""
+        """Set the draft heads of a model: the one that they were loaded for, or one that differs in weights only."""
         model.draft_heads = [head.with_model(model) for head in self.heads]
         model.aux_hidden_state_layers = self.aux_hidden_state_layers
 
@@ -48,18 +48,18 @@ def load_draft_heads(
     quantization: str = "none",
     group: Group = SINGLE_RANK,
 ) -> DraftHeads:
-    """Load heads for a model.
+    """Load draft heads for a model.
 
     Args:
         method: one of ``draft_size.METHODS``.
-        model: in one pipeline stage.
-        quantization: to quantize the heads to, a name of ``SCHEMES``.
+        model: a model in one pipeline stage.
+        quantization: quantization of the heads at load, a key of ``SCHEMES``.
 
-    Raises ``PenstockError`` with one sentence where they are broken, not supported, or another model's.
+    Raises ``PenstockError`` if the heads are broken, not supported, or do not fit the model.
     """
     if not isinstance(model, Decoder):
-        words = f"heads are not supported for {model.config.architecture}, only for decoders of Penstock's own"
-        raise PenstockError(Code.UNSUPPORTED, words, FIELD)
+        message = f"draft heads are not supported for {model.config.architecture}, only for Penstock's own decoders"
+        raise PenstockError(Code.UNSUPPORTED, message, FIELD)
     raw = read_config_json(folder)
     context = BuildContext(
         ops, Checkpoint(folder), model.dtype, device, model.max_len, group=group, scheme=SCHEMES[quantization]
@@ -69,7 +69,7 @@ def load_draft_heads(
     except KeyError as error:
         raise invalid(FIELD, f"{folder / CONFIG} lacks {error}") from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise invalid(FIELD, f"{folder / CONFIG} has a value of the wrong kind: {error}") from error
+        raise invalid(FIELD, f"{folder / CONFIG} has an invalid value: {error}") from error
     if not heads.heads:
         raise invalid(FIELD, f"{folder} has no {method} heads")
     return heads
@@ -82,6 +82,8 @@ def _medusa(context: BuildContext, raw: Mapping[str, Any], model: Model) -> Draf
 def _eagle(context: BuildContext, raw: Mapping[str, Any], method: str, model: Model) -> DraftHeads:
     config = read_eagle_config(raw, method, model.config.num_layers)
     if config.decoder.vocab_size != model.config.vocab_size:
-        words = f"the head knows {config.decoder.vocab_size} tokens, and the model {model.config.vocab_size}"
-        raise invalid(FIELD, words)
+        message = (
+            f"the head has a vocabulary of {config.decoder.vocab_size} tokens, the model {model.config.vocab_size}"
+        )
+        raise invalid(FIELD, message)
     return DraftHeads([EAGLE_HEADS[method](context, config, model)], config.aux_hidden_state_layers)

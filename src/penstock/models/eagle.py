@@ -1,7 +1,7 @@
 """EAGLE heads (Li et al., 2024 and 2025): one decoder layer that continues the model's hidden states token by token.
 
-EAGLE-1 and -2 read the last hidden state, and draft with the model's own language model head. EAGLE-3 reads the hidden
-states of three layers, and has a head of its own, often over a part of the vocabulary.
+EAGLE-1 and -2 read the last hidden state, and use the language model head of the model. EAGLE-3 reads the hidden states
+of three layers, and has a separate language model head, often for a part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -28,32 +28,33 @@ from .model import Model
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """Configuration of an EAGLE head, of its ``config.json``."""
+    """Configuration of an EAGLE head."""
 
     decoder: ModelConfig
-    """Of its layer, and of the vocabulary that it drafts for."""
+    """Configuration of its layer, with the vocabulary size of the model."""
     draft_vocab_size: int
+    """Number of tokens in the head's own vocabulary."""
     aux_hidden_state_layers: tuple[int, ...]
-    """Numbers of the model's layers before which it reads hidden states, as vLLM counts them; none in EAGLE-1."""
+    """Indices of the model's layers whose input the head reads, as in vLLM; empty in EAGLE-1."""
     norm_before_residual: bool
-    """Whether the residual stream begins with the normed hidden state."""
+    """True: the residual stream starts with the normalized hidden state; False: with the hidden state."""
 
 
 def read_eagle_config(raw: Mapping[str, Any], method: str, num_layers: int) -> EagleConfig:
-    """Read an EAGLE head's ``config.json``, as published or in the format of ``speculators``.
+    """Read the ``config.json`` of an EAGLE head, in the published format or that of ``speculators``.
 
     Args:
         method: ``eagle`` or ``eagle3``.
-        num_layers: of the model.
+        num_layers: number of layers of the model.
 
-    Raises ``KeyError``, ``TypeError`` or ``ValueError`` where a field is missing or of the wrong kind, and
-    ``PenstockError`` (``unsupported``) for a head that is made of more than one layer.
+    Raises ``KeyError``, ``TypeError`` or ``ValueError`` for a missing or invalid field, and ``PenstockError``
+    (``unsupported``) for a head with more than one layer.
     """
     raw = {**raw, **complete_config(raw.get("transformer_layer_config") or {})}
     decoder = dense_config(raw)
     if decoder.num_layers != 1:
-        words = f"the head has {decoder.num_layers} layers, and heads of one layer are supported"
-        raise PenstockError(Code.UNSUPPORTED, words, "speculative_config")
+        message = f"the head has {decoder.num_layers} layers; heads with one layer are supported"
+        raise PenstockError(Code.UNSUPPORTED, message, "speculative_config")
     if method == "eagle":
         return EagleConfig(decoder, decoder.vocab_size, (), False)
     return EagleConfig(
@@ -65,8 +66,8 @@ def read_eagle_config(raw: Mapping[str, Any], method: str, num_layers: int) -> E
 
 
 def _aux_hidden_state_layers(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """The layers that ``eagle_aux_hidden_state_layer_ids`` names, in ascending order: by their input, or in
-    ``eagle_config``, where SGLang reads them, by their output. By default those that EAGLE-3 was published with."""
+    """The layers in ``eagle_aux_hidden_state_layer_ids``, in ascending order. The ids mean a layer's input, except in
+    ``eagle_config`` (SGLang), where they mean its output. The default is that of the published EAGLE-3 heads."""
     nested = raw.get("eagle_config") or {}
     if nested.get("use_aux_hidden_state") is False:
         raise ValueError("use_aux_hidden_state is false")
@@ -78,16 +79,13 @@ def _aux_hidden_state_layers(raw: Mapping[str, Any], num_layers: int) -> tuple[i
         layers = [2, num_layers // 2, num_layers - 3]
     layers.sort()
     if len(set(layers)) != len(layers) or not 0 <= layers[0] <= layers[-1] < num_layers:
-        words = f"the head reads hidden states before the layers {layers} (eagle_aux_hidden_state_layer_ids)"
-        raise invalid("speculative_config", f"{words}, and the model has {num_layers} layers")
+        message = f"the head reads hidden states before the layers {layers} (eagle_aux_hidden_state_layer_ids)"
+        raise invalid("speculative_config", f"{message}, and the model has {num_layers} layers")
     return tuple(layers)
 
 
 class EagleHead:
-    """A ``DraftHead`` of EAGLE-1 or -2.
-
-    Its layer has no norm before attention, and what it returns needs none before the language model head.
-    """
+    """A ``DraftHead`` of EAGLE-1 or -2. It has no norms before attention and before the language model head."""
 
     layer_name = "layers.0"
     recurrent = True
@@ -119,27 +117,25 @@ class EagleHead:
         self._mlp = GatedMLP(context, f"{name}.mlp", size, decoder.intermediate_size, decoder.mlp_bias, activation)
 
     def with_model(self, model: Model) -> Self:
-        """The same head, with the embedding and the language model head of other weights of the model."""
+        """Copy of the head for a model with other weights, whose embedding and language model head it uses."""
         other = copy(self)
         other._model = proxy(model)
         return other
 
     def combine_hidden_states(self, states: Tensor) -> Tensor:
-        """As ``DraftHead.combine_hidden_states``: the last hidden states as they are."""
         return states
 
     @torch.inference_mode()
     def forward(self, batch: Batch, states: Tensor, cache: Any) -> Tensor:
-        """As ``DraftHead.forward``."""
         x = self._fc(torch.cat((self._model.embed(batch.token_ids), states), -1))
         return self._layer(x, x, batch, cache)
 
     def _layer(self, x: Tensor, residual: Tensor, batch: Batch, cache: Any) -> Tensor:
-        """The layer after its input norm. Returns the residual stream of ``batch.logits_indices``, ``[rows, hidden]``.
+        """Compute the layer. Returns the residual stream of ``batch.logits_indices``, ``[rows, hidden]``.
 
         Args:
-            x: ``[tokens, inputs]``.
-            residual: ``[tokens, hidden]``.
+            x: input of attention, ``[tokens, inputs]``.
+            residual: residual stream, ``[tokens, hidden]``.
         """
         attended = self.attention(x, cache, batch, logits_only=True)
         residual = self._ops.index_select(residual, batch.logits_indices)
@@ -147,16 +143,14 @@ class EagleHead:
         return self._ops.add_residual(self._mlp(x, None), residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """As ``LanguageModelHead.logits``."""
         return self._model.logits(hidden)
 
     def argmax(self, hidden: Tensor, bitmask: Tensor | None = None) -> Tensor:
-        """As ``LanguageModelHead.argmax``."""
         return self._model.argmax(hidden, bitmask)
 
 
 class Eagle3Head(EagleHead):
-    """A ``DraftHead`` of EAGLE-3. Where its checkpoint has no embedding or language model head, it uses the model's."""
+    """A ``DraftHead`` of EAGLE-3. It uses the model's embedding and language model head if its checkpoint has none."""
 
     def __init__(self, context: BuildContext, config: EagleConfig, model: Model) -> None:
         decoder, weights = config.decoder, context.weights
@@ -179,18 +173,16 @@ class Eagle3Head(EagleHead):
             self._lm_head = Embedding(context, "lm_head", config.draft_vocab_size, size)
         shared = [name for name in ("_embedding", "_lm_head") if getattr(self, name) is None]
         if shared and size != model.config.hidden_size:
-            words = f"the head's hidden states have {size} numbers and the model's {model.config.hidden_size}"
-            raise invalid("speculative_config", f"{words}, so it needs an embedding and a head of its own")
+            message = f"the head has hidden_size {size} and the model {model.config.hidden_size}"
+            raise invalid("speculative_config", f"{message}, so it needs its own embedding and language model head")
         self._target_ids = _target_ids(context, config) if self._lm_head else None
-        """``[draft vocabulary]`` int64: token id of each row of the head; None where they are the same."""
+        """``[draft vocabulary]`` int64: token id of each row of the language model head; None: the row's index."""
 
     def combine_hidden_states(self, states: Tensor) -> Tensor:
-        """As ``DraftHead.combine_hidden_states``: fused to one state."""
         return self._fc(states)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, states: Tensor, cache: Any) -> Tensor:
-        """As ``DraftHead.forward``."""
         embed = self._embedding or self._model.embed
         normed = self._hidden_norm(states)
         x = torch.cat((self._input_norm(embed(batch.token_ids)), normed), -1)
@@ -198,18 +190,17 @@ class Eagle3Head(EagleHead):
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """As ``LanguageModelHead.logits``; -infinity for tokens that the head has no row for."""
+        """See ``LanguageModelHead.logits``. Tokens outside the draft vocabulary have -infinity."""
         logits = (self._lm_head or self._model).logits(self._norm(hidden))
         if self._target_ids is None:
             return logits
-        every = logits.new_full((len(logits), self._vocab_size), float("-inf"))
-        every[:, self._target_ids] = logits
-        return every
+        expanded = logits.new_full((len(logits), self._vocab_size), float("-inf"))
+        expanded[:, self._target_ids] = logits
+        return expanded
 
     @torch.inference_mode()
     def argmax(self, hidden: Tensor, bitmask: Tensor | None = None) -> Tensor:
-        """As ``LanguageModelHead.argmax``; drafts have no bitmask."""
-        assert bitmask is None
+        assert bitmask is None  # drafts have none
         rows = (self._lm_head or self._model).argmax(self._norm(hidden))
         return rows if self._target_ids is None else self._target_ids[rows]
 
@@ -220,9 +211,9 @@ def _linear(context: BuildContext, name: str, inputs: int, outputs: int, bias: b
 
 
 def _target_ids(context: BuildContext, config: EagleConfig) -> Tensor | None:
-    """The token id of each row of a head over a part of the vocabulary, of ``d2t``, which has the differences.
+    """Token id of each row of a head with a part of the vocabulary, from ``d2t``, which has token id minus row.
 
-    Raises ``PenstockError`` (``invalid``) where one is no token, or the tensor is missing or of another shape.
+    Raises ``PenstockError`` (``invalid``) for an id outside of the vocabulary, or a missing or misshapen tensor.
     """
     rows, vocabulary = config.draft_vocab_size, config.decoder.vocab_size
     if rows == vocabulary and not context.weights.has("d2t"):
@@ -230,9 +221,9 @@ def _target_ids(context: BuildContext, config: EagleConfig) -> Tensor | None:
     differences = context.weights.read("d2t", rows, as_stored=True).to(torch.int64)
     token_ids = torch.arange(rows) + differences
     if int(token_ids.min()) < 0 or int(token_ids.max()) >= vocabulary:
-        raise invalid("speculative_config", f"d2t of the head names tokens beyond its vocabulary of {vocabulary}")
+        raise invalid("speculative_config", f"d2t of the head has token ids outside of the vocabulary of {vocabulary}")
     return token_ids.to(context.device)
 
 
 EAGLE_HEADS: Mapping[str, type[EagleHead]] = {"eagle": EagleHead, "eagle3": Eagle3Head}
-"""By the method of ``speculative_config``."""
+"""Head classes by ``method`` of ``speculative_config``."""

@@ -1,4 +1,4 @@
-"""The encoder that families share: embeddings, layers that attend in both directions, and no language model head."""
+"""The encoder of all encoder families: embeddings and layers with bidirectional attention."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from .model import BaseModel
 
 
 class EncoderLayer(Protocol):
-    """The interface of an encoder's layers."""
+    """Interface of an encoder's layers."""
 
     @property
     def attention(self) -> BidirectionalAttention: ...
 
     def __call__(self, x: Tensor, cache: Any, batch: Batch) -> Tensor:
-        """``[tokens, hidden]`` to ``[tokens, hidden]``; the model's last layer to ``[rows, hidden]``, of
-        ``batch.logits_indices``. May change ``x``."""
+        """``[tokens, hidden]`` to ``[tokens, hidden]``; in the model's last layer to ``[rows, hidden]``, the rows
+        ``batch.logits_indices``. May modify ``x``."""
         ...
 
 
 @dataclass(frozen=True)
 class PostNormLayer:
-    """A layer that norms each sum, as the Transformer had it (Vaswani et al., 2017): BERT, RoBERTa, GTE."""
+    """Post-norm layer, as in the original Transformer (Vaswani et al., 2017): BERT, RoBERTa, GTE."""
 
     ops: Ops
     attention: BidirectionalAttention
@@ -59,8 +59,7 @@ class PostNormLayer:
 
 @dataclass(frozen=True)
 class PreNormLayer:
-    """A layer that norms what goes into attention and feed-forward layers: ModernBERT, whose first layer has no norm
-    before attention."""
+    """Pre-norm layer of ModernBERT. The first layer has no norm before attention."""
 
     ops: Ops
     attention: BidirectionalAttention
@@ -79,15 +78,14 @@ class PreNormLayer:
 
 
 class Encoder(BaseModel):
-    """A ``Model`` whose hidden states are pooled, and which generates nothing.
+    """A ``Model`` whose hidden states are pooled, without a language model head.
 
     Args:
-        name: of the checkpoint's module of the encoder, with a dot after it unless it is empty.
-        embeddings: name of the matrix of tokens.
-        embedding_norm, final_norm: names of the norms before and after the layers; None for no final norm.
-        added: what is added to a token's embedding by its position, ``[token types * max_len, hidden]``; None for
-            nothing. Positions of tokens of the second text begin with ``max_len``.
-        layer: makes a layer of its number.
+        embeddings: name of the token embedding.
+        embedding_norm, final_norm: names of the norms before and after the layers; None: no final norm.
+        added: learned position and type embeddings, ``[token types * max_len, hidden]``, indexed by position; None:
+            none. The positions of a second text start at ``max_len``.
+        layer: makes the layer with an index.
     """
 
     def __init__(
@@ -103,7 +101,7 @@ class Encoder(BaseModel):
         final_norm: str | None = None,
     ) -> None:
         if context.max_loras:
-            raise PenstockError(Code.UNSUPPORTED, "adapters of encoders are not supported", "enable_lora")
+            raise PenstockError(Code.UNSUPPORTED, "LoRA adapters are not supported for encoders", "enable_lora")
         super().__init__(context, config)
         self._is_first, self._is_last = self.layers.start == 0, self.layers.stop == config.num_layers
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -122,7 +120,8 @@ class Encoder(BaseModel):
 
     def kv_specs(self, block_size: int, quantization: str = "") -> list[KVSpec]:
         if quantization:
-            raise PenstockError(Code.UNSUPPORTED, "an encoder keeps no KV cache: leave it auto", "kv_cache_dtype")
+            message = "an encoder has no persistent KV cache: leave kv_cache_dtype at auto"
+            raise PenstockError(Code.UNSUPPORTED, message, "kv_cache_dtype")
         return [self._layers[0].attention.kv_spec(block_size)]
 
     def transfer_layouts(self, slot_tokens: int, quantization: str = "") -> list[TransferLayout]:
@@ -153,24 +152,23 @@ class Encoder(BaseModel):
 
 
 def module_name(context: BuildContext, config: ModelConfig, embeddings: str) -> str:
-    """What the names of the encoder's tensors begin with: nothing where the file has the encoder alone.
+    """Prefix of the encoder's tensor names; empty for files with the encoder only.
 
     Args:
-        embeddings: name of the matrix of tokens in the encoder.
+        embeddings: name of the token embedding, without the prefix.
     """
     assert config.encoder
-    prefixes = (f"{config.encoder.prefix}.", "new.")  # the latter of GTE's own files
+    prefixes = (f"{config.encoder.prefix}.", "new.")  # "new." in GTE's own files
     return next((prefix for prefix in prefixes if context.weights.has(f"{prefix}{embeddings}.weight")), "")
 
 
 def position_and_type_table(
     context: BuildContext, config: ModelConfig, name: str, first: int = 0, learned_positions: bool = True
 ) -> Tensor | None:
-    """The sums of learned positions and token types, ``[token types * max_len, hidden]`` float32; None where the model
-    has neither.
+    """Sums of position and type embeddings, ``[token types * max_len, hidden]`` float32; None if the model has neither.
 
     Args:
-        name: of the module with ``position_embeddings`` and ``token_type_embeddings``.
+        name: module with ``position_embeddings`` and ``token_type_embeddings``.
         first: position of the first token.
     """
     assert config.encoder

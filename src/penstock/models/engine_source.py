@@ -28,46 +28,44 @@ CPU = torch.device("cpu")
 Description = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape of a tensor."""
 Rows = Callable[[str, Shard, Description, Callable[[], Tensor]], None]
-"""Takes a tensor's name, the rank's rows, the whole tensor's description, and what reads the rows."""
+"""Receives a tensor's name, the rank's rows, the whole tensor's description, and a function that reads the rows."""
 
 
 class EngineSource:
-    """A ``convert.Source``: builds the model of the folder, and reads its matrices' rows back.
+    """A ``convert.Source``: builds the model of an engine folder, and unpacks its matrices.
 
-    Raises ``PenstockError`` (``unsupported``) where these were rounded to fewer bits, or packed for a GPU.
+    Raises ``PenstockError`` (``unsupported``) if these were rounded to fewer bits, or packed for a GPU.
     """
 
     def __init__(self, folder: Path, config: EngineConfig) -> None:
         self._folder = folder
         self._config = config
         self._model = read_config(folder)
+        instead = f"convert the checkpoint that it was built from ({config.checkpoint})"
         if config.quantization != "none" or self._model.quantization_config is not None:
-            words = f"{folder} has quantized weights, which cannot be turned back: convert the checkpoint that it was"
-            raise PenstockError(Code.UNSUPPORTED, f"{words} built from ({config.checkpoint})", "model")
+            message = f"{folder} has quantized weights, which cannot be converted back"
+            raise PenstockError(Code.UNSUPPORTED, f"{message}: {instead}", "model")
         if self._model.stored_head_dim:
-            message = (
-                f"{folder} has heads of {self._model.stored_head_dim} numbers padded with zeros: convert the checkpoint"
-            )
-            raise PenstockError(Code.UNSUPPORTED, f"{message} that it was built from ({config.checkpoint})", "model")
+            message = f"{folder} has heads of {self._model.stored_head_dim} elements padded with zeros"
+            raise PenstockError(Code.UNSUPPORTED, f"{message}: {instead}", "model")
         backends = [each for each in (ops.backend(CPU), ops.reference) if config.layout == each.LAYOUT]
         if not backends:
-            raise invalid("model", f"{folder} was built for kernels of the layout {config.layout}, which are not here")
+            message = f"{folder} was built for kernels of layout {config.layout}, which are not available here"
+            raise invalid("model", f"{message}: {instead}")
         self._ops = backends[0]
 
     def describe(self) -> dict[str, Description]:
-        """As ``convert.Source.describe``."""
         described: dict[str, Description] = {}
         self._build(lambda name, shard, description, read: described.update({name: description}))
         return described
 
     def read(self, names: Collection[str], sink: Callable[[str, int, Tensor], None]) -> None:
-        """As ``convert.Source.read``."""
 
-        def give(name: str, shard: Shard, description: Description, read: Callable[[], Tensor]) -> None:
+        def pass_on(name: str, shard: Shard, description: Description, read: Callable[[], Tensor]) -> None:
             if name in names:
                 sink(name, shard.first, read())
 
-        self._build(give)
+        self._build(pass_on)
 
     def _build(self, rows: Rows) -> None:
         config, model, first = self._config, self._model, 0
@@ -97,7 +95,7 @@ def _ignore(name: str, shard: Shard, description: Description, read: Callable[[]
 
 @dataclass(frozen=True)
 class _UnpackContext(BuildContext):
-    """Gives all that layers take to ``rows``."""
+    """Build context that passes all weights used by layers to ``rows``."""
 
     rows: Rows = _ignore
 
@@ -120,8 +118,8 @@ class _UnpackContext(BuildContext):
         if isinstance(matrix, StackedMatrix):
             ends = [0, *accumulate(shard.size for shard in shards)]
             for part, (first, end) in zip(matrix.parts, matrix.places, strict=True):
-                own = slice(ends.index(first), ends.index(end))
-                self._unpack(part, names[own], inputs, shards[own])
+                merged = slice(ends.index(first), ends.index(end))
+                self._unpack(part, names[merged], inputs, shards[merged])
         else:
             assert isinstance(matrix, PackedMatrix)
             self._unpack(matrix, names, inputs, shards)
@@ -133,10 +131,10 @@ class _UnpackContext(BuildContext):
         return matrix
 
     def _unpack(self, matrix: PackedMatrix, names: list[str], inputs: int, shards: list[Shard]) -> None:
-        """Outputs of a matrix are what an embedding of their numbers is."""
+        """Read rows of a packed matrix back: they are the embeddings of their indices."""
         first = 0
         for name, shard in zip(names, shards, strict=True):
-            numbers = torch.arange(first, first + shard.size)
+            indices = torch.arange(first, first + shard.size)
             description = self.dtype, (shard.total, inputs)
-            self.rows(f"{name}.weight", shard, description, partial(matrix.embedding, numbers))
+            self.rows(f"{name}.weight", shard, description, partial(matrix.embedding, indices))
             first += shard.size

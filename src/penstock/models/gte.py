@@ -1,4 +1,4 @@
-"""GTE (Zhang et al., 2024): BERT with rotary positions and gated feed-forward layers."""
+"""GTE (Zhang et al., 2024): BERT with rotary embedding and gated MLPs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .encoder import Encoder
 def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Encoder:
     rope = context.rope_table(config.head_dim, config.rope_parameters, config.max_position_embeddings)
 
-    def mlp(own: str) -> GatedMLP:
+    def mlp(layer_name: str) -> GatedMLP:
         sizes, activation = (config.hidden_size, config.intermediate_size), config.options.activation
-        return GatedMLP(context, f"{own}.mlp", *sizes, activation=activation, down_bias=True)
+        return GatedMLP(context, f"{layer_name}.mlp", *sizes, activation=activation, down_bias=True)
 
     return build_encoder(context, config, ("attn_ln", "mlp_ln"), mlp, rope)

@@ -1,4 +1,4 @@
-"""What comes after pooling: the classifier of a checkpoint, and the dense layers of sentence-transformers."""
+"""Heads after pooling: the classifier of a checkpoint, and the dense layers of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .weights import Checkpoint
 
 
 def build_heads(context: BuildContext, config: ModelConfig, family: Family, folder: Path) -> Mapping[str, PoolerHead]:
-    """The heads of a checkpoint by name: ``classifier`` and ``dense``."""
+    """Build the heads of a checkpoint (``Model.heads``)."""
     heads = {}
     if config.num_labels:
         heads["classifier"] = family.build_classifier(context, config)
@@ -27,10 +27,10 @@ def build_heads(context: BuildContext, config: ModelConfig, family: Family, fold
 
 
 def _dense(context: BuildContext, module: DenseModule) -> PoolerLayer:
-    own = replace(context, weights=Checkpoint(module.folder), output=None)
-    return dense(own, "linear", module.inputs, module.outputs, module.function, module.bias)
+    module_context = replace(context, weights=Checkpoint(module.folder), output=None)
+    return dense(module_context, "linear", module.inputs, module.outputs, module.function, module.bias)
 
 
 def score_classifier(context: BuildContext, config: ModelConfig) -> PoolerHead:
-    """The classifier of decoders: a matrix without bias."""
+    """Build the classifier of a decoder: a matrix without bias (``score``)."""
     return PoolerHead([dense(context, "score", config.hidden_size, config.num_labels, bias=False)], config.num_labels)

@@ -1,4 +1,4 @@
-"""The decoder layer that most families share, with attention and MLP made by factories."""
+"""The decoder layer of most families, with factories for attention and MLP."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MLPFactory = Callable[[BuildContext, ModelConfig, int, str], MLPLayer]
 
 
 def make_norm(context: BuildContext, config: ModelConfig, name: str, size: int) -> Norm:
-    """A norm as the model has them."""
+    """Build a norm of the model's kind."""
     options, eps = config.options.norm, config.rms_norm_eps
     if options.kind == "layer":
         return LayerNorm(context, name, size, eps, options.bias)
@@ -42,7 +42,7 @@ def make_norm(context: BuildContext, config: ModelConfig, name: str, size: int) 
 
 
 def grouped_query_attention(context: BuildContext, config: ModelConfig, layer: int, name: str) -> AttentionLayer:
-    """``Attention`` with the options of the configuration; full attention in layers behind ``num_layers`` (MTP)."""
+    """``AttentionFactory`` of ``Attention``. MTP layers (after ``num_layers``) have full attention."""
     options, rope = config.options, config.rope_of(layer)
     table = (
         torch.empty(context.max_len, 0, device=context.device)
@@ -75,13 +75,13 @@ def grouped_query_attention(context: BuildContext, config: ModelConfig, layer: i
 
 
 def make_attention(context: BuildContext, config: ModelConfig, layer: int, name: str) -> AttentionLayer:
-    """``AttentionFactory`` by what the configuration has."""
+    """``AttentionFactory``: latent attention if configured, else grouped-query attention."""
     make = latent_attention if config.latent else grouped_query_attention
     return make(context, config, layer, name)
 
 
 def latent_attention(context: BuildContext, config: ModelConfig, layer: int, name: str) -> AttentionLayer:
-    """``LatentAttention`` with the sizes of the configuration."""
+    """``AttentionFactory`` of ``LatentAttention``."""
     latent = config.latent
     assert latent
     return LatentAttention(
@@ -102,7 +102,7 @@ def latent_attention(context: BuildContext, config: ModelConfig, layer: int, nam
 
 
 def _query_factors(context: BuildContext, config: ModelConfig, has_rope: bool) -> Tensor | None:
-    """``Attention``'s ``query_factors`` of ``query_scaling``; None where all are 1."""
+    """``query_factors`` of ``Attention`` for ``query_scaling``; None if all factors are 1."""
     scaling = config.options.query_scaling
     if (
         scaling is None
@@ -121,13 +121,13 @@ def _query_factors(context: BuildContext, config: ModelConfig, has_rope: bool) -
 
 
 def _sinks(context: BuildContext, config: ModelConfig, name: str) -> Tensor:
-    """Of this rank's heads, ``[heads]`` float32."""
+    """Attention sinks of this rank's heads, ``[heads]`` float32."""
     heads, _ = shard_heads(context.group, config.num_heads, config.num_kv_heads)
     return context.read_weight(f"{name}.sinks", heads.total, rows=heads.rows, as_stored=True).float()
 
 
 def _qk_norms(context: BuildContext, config: ModelConfig, name: str) -> QKNorms:
-    """RMS norms of heads, which are computed with the rotary positions."""
+    """RMS norms per head, fused with the rotary embedding."""
     q, k = (
         RMSNorm(
             context,
@@ -149,18 +149,18 @@ def _qk_norm_layers(context: BuildContext, config: ModelConfig, name: str) -> QK
     def norm(part: str, heads: Shard) -> Norm:
         if options.weight == "none":
             return UnweightedRMSNorm(context, size, config.rms_norm_eps)
-        if options.weight == "own":
-            own = heads.first, heads.end, heads.total
-            return LayerNorm(context, f"{name}.{part}_norm", size, config.rms_norm_eps, heads=own)
-        whole = heads.total * size if options.over == "projection" else size
-        return make_norm(context, config, f"{name}.{part}_norm", whole)
+        if options.weight == "per_head":
+            bounds = heads.first, heads.end, heads.total
+            return LayerNorm(context, f"{name}.{part}_norm", size, config.rms_norm_eps, heads=bounds)
+        norm_size = heads.total * size if options.scope == "projection" else size
+        return make_norm(context, config, f"{name}.{part}_norm", norm_size)
 
     q, k = (norm(part, heads) for part, heads in zip("qk", shards, strict=True))
-    return QKNormLayers(q, k, options.over == "projection", options.after_rope)
+    return QKNormLayers(q, k, options.scope == "projection", options.after_rope)
 
 
 def dense_mlp(context: BuildContext, config: ModelConfig, layer: int, name: str) -> MLPLayer:
-    """``MLPFactory``: ``GatedMLP``, or ``MLP`` without ``gated_mlp``."""
+    """``MLPFactory``: ``GatedMLP`` if ``gated_mlp``, else ``MLP``."""
     sizes, options = (config.hidden_size, config.intermediate_size, config.mlp_bias), config.options
     if options.gated_mlp:
         return GatedMLP(context, name, *sizes, options.activation)
@@ -168,11 +168,11 @@ def dense_mlp(context: BuildContext, config: ModelConfig, layer: int, name: str)
 
 
 class DecoderLayer:
-    """Attention and MLP on one residual stream, with norms before them, behind them, or both.
+    """Attention and MLP on a residual stream, with pre-norm, post-norm, or both.
 
     Args:
-        number: of the layer. The last layer of the model goes on with ``batch.logits_indices`` only, once it has
-            stored the keys and values of all tokens: nothing reads the other tokens' hidden states.
+        number: index of the layer. The last layer stores the keys and values of all tokens, but computes the rest for
+            ``batch.logits_indices`` only, since nothing reads the hidden states of other tokens.
     """
 
     def __init__(
@@ -185,8 +185,8 @@ class DecoderLayer:
     ) -> None:
         name, names, options = f"model.layers.{number}", config.options.layer_norms, config.options
 
-        def norm(own: str | None) -> Norm | None:
-            return make_norm(context, config, f"{name}.{own}", config.hidden_size) if own else None
+        def norm(norm_name: str | None) -> Norm | None:
+            return make_norm(context, config, f"{name}.{norm_name}", config.hidden_size) if norm_name else None
 
         self._ops = context.ops
         self._last = number == config.num_layers - 1
@@ -205,28 +205,28 @@ class DecoderLayer:
         """Compute the layer.
 
         Args:
-            x: ``[tokens, hidden]``, the output of the layer before, not yet added to the residual stream.
-            residual: the stream, None before the first layer.
-            export: as of ``AttentionLayer``.
+            x: ``[tokens, hidden]``, output of the previous layer, not yet added to the residual stream.
+            residual: residual stream; None before the first layer.
+            export: see ``AttentionLayer``.
 
         Returns:
-            The MLP's output and the stream, not yet added; ``[rows, hidden]`` each from the last layer.
+            The MLP's output and the residual stream, not yet added; from the last layer ``[rows, hidden]`` each.
         """
-        given, residual = self._add(x, residual, self._before_attention)
-        x = self.attention(given, cache, batch, self._last, export)
+        normed, residual = self._add(x, residual, self._before_attention)
+        x = self.attention(normed, cache, batch, self._last, export)
         if self._last:
             residual = self._ops.index_select(residual, batch.logits_indices)
         x = self._output(x, self._after_attention)
         if self._parallel:
             residual = self._ops.add_residual(x, residual)
-            x = self._ops.index_select(given, batch.logits_indices) if self._last else given
+            x = self._ops.index_select(normed, batch.logits_indices) if self._last else normed
         else:
             x, residual = self._add(x, residual, self._before_mlp)
         x = self._mlp(x, batch.logits_lora_slots if self._last else batch.lora_slots)
         return self._output(x, self._after_mlp), residual
 
     def _add(self, x: Tensor, residual: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
-        """Add to the stream; returns what the next module reads, and the stream."""
+        """Add ``x`` to the residual stream. Returns the input of the next module, and the stream."""
         if residual is None:
             return (norm(x) if norm else x), x
         if norm:
@@ -235,6 +235,6 @@ class DecoderLayer:
         return residual, residual
 
     def _output(self, x: Tensor, norm: Norm | None) -> Tensor:
-        """What a module adds to the stream."""
+        """Apply post-norm and residual scale to the output of a module."""
         x = norm(x) if norm else x
         return x if self._residual_scale == 1 else self._ops.scale(x, self._residual_scale)

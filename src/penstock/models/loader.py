@@ -1,4 +1,4 @@
-"""Loads models: weights of a checkpoint or an engine folder into the modules of its family."""
+"""Loading of models: builds the modules of a family with the weights of a checkpoint or an engine folder."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions(BuildOptions):
-    """How a model is loaded, and which part of it."""
+    """Options of loading a model, or the part of it on one rank."""
 
     dtype: torch.dtype | None = None
-    """Dtype of the computation; None is as ``compute_dtype`` says, of an engine folder what it was built for."""
+    """Dtype of the computation; None: ``compute_dtype``, or the dtype that an engine folder was built for."""
     device: torch.device = CPU
     max_len: int | None = None
-    """Tokens that a sequence may have; None is the model's ``max_model_len``, which it must not exceed."""
+    """Maximum sequence length in tokens, at most the model's ``max_model_len``; None: ``max_model_len``."""
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     seed: int = 0
     """Seed of dummy weights."""
     quantization: str = "none"
-    """Quantization of the weights, a name of ``SCHEMES``."""
+    """Quantization of the weights at load, a key of ``SCHEMES``."""
     weight_cache_dir: Path | None = None
-    """Where packed weights are kept for the next start; None keeps none."""
+    """Folder of the weight cache, which keeps packed weights for the next start; None: no cache."""
     weight_cache_size: float = 0.0
-    """GiB that the cache may hold; 0 is a share of the disk."""
+    """Maximum size of the weight cache in GiB; 0: a share of the disk."""
     mtp_heads: bool = False
-    """Whether the checkpoint's heads for multi-token prediction are loaded, too."""
+    """Load the checkpoint's heads for multi-token prediction."""
 
 
 def load_model(
@@ -72,13 +72,13 @@ def load_model(
     config: ModelConfig | None = None,
     output: Callable[[Weights], EngineOutput] | None = None,
 ) -> Model:
-    """Build the model of a checkpoint, or of an engine folder.
+    """Load the model of a checkpoint or an engine folder.
 
     Args:
-        config: of ``read_config(folder)``, where the caller has it.
-        output: makes what gets all weights of the checkpoint; the model then keeps none of them, and cannot compute.
+        config: result of ``read_config(folder)``, if the caller has it.
+        output: makes the receiver of all weights. The model then keeps no weights, and cannot compute.
 
-    Raises ``PenstockError`` with one sentence where the checkpoint is broken or not supported.
+    Raises ``PenstockError`` if the checkpoint is broken or not supported.
     """
     config, options = config or read_config(folder), options or LoadOptions()
     _check_options(options, config)
@@ -95,7 +95,7 @@ def load_model(
         weights = cache = _engine_weights(folder, built, options, config, dtype, ops)
     else:
         checkpoint = _open_checkpoint(folder, config, log=options.group.rank == 0, whole=options.layers is None)
-        weights = _as_layers_ask(checkpoint, config)
+        weights = _adapt(checkpoint, config)
         if options.weight_cache_dir and not output:
             packing = _packing(options, dtype, ops)
             cache = WeightCache(options.weight_cache_dir, folder, packing, checkpoint.state, options.weight_cache_size)
@@ -114,10 +114,10 @@ def load_model(
     model: Model = family.build(context, config, config.num_mtp_layers if options.mtp_heads else 0)
     if model.layers.stop == config.num_layers:
         model.heads = build_heads(context, config, family, folder)
-    for (given, wanted), size in context.dequantized_bytes.items():
-        then = f", and rounded to {wanted}" if wanted.bits else ""
+    for (stored, wanted), size in context.dequantized_bytes.items():
+        then = f", and quantized to {wanted}" if wanted.bits else ""
         name = str(dtype).removeprefix("torch.")
-        logger.info("weights in %s are dequantized to %s, %.2f GB%s", given, name, size / 1e9, then)
+        logger.info("dequantized weights in %s to %s, %.2f GB%s", stored, name, size / 1e9, then)
     if isinstance(cache, WeightCache):
         cache.save()
     if isinstance(checkpoint, Checkpoint) and options.group.rank == 0 and not (cache and cache.mapped_bytes):
@@ -137,19 +137,19 @@ def _check_options(options: LoadOptions, config: ModelConfig) -> None:
 def _engine_weights(
     folder: Path, built: EngineConfig, options: LoadOptions, config: ModelConfig, dtype: torch.dtype, ops: Ops
 ) -> EngineWeights:
-    """The weights of an engine folder. Raises ``PenstockError`` (``invalid``) where it was built for other options."""
+    """The weights of an engine folder. Raises ``PenstockError`` (``invalid``) if it was built for other options."""
     group = options.group
     if options.expert_parallel and config.experts and group.size > 1:
-        raise invalid("enable_expert_parallel", "engine folders have a share of each expert for a rank")
-    asked = {"dtype": str(dtype).removeprefix("torch."), "quantization": options.quantization}
-    built.check(folder, {**asked, "tensor_parallel_size": group.size}, ops.LAYOUT)
+        raise invalid("enable_expert_parallel", "is not supported for engine folders, which split each expert")
+    requested = {"dtype": str(dtype).removeprefix("torch."), "quantization": options.quantization}
+    built.check(folder, {**requested, "tensor_parallel_size": group.size}, ops.LAYOUT)
     return EngineWeights(folder, built, built.stage_of(options.layers, config.num_layers), group.rank)
 
 
-def _as_layers_ask(checkpoint: Checkpoint | GGUFCheckpoint, config: ModelConfig) -> Weights:
-    """A checkpoint's weights by the names, and in the shapes, that layers ask for."""
+def _adapt(checkpoint: Checkpoint | GGUFCheckpoint, config: ModelConfig) -> Weights:
+    """A checkpoint's weights under the names, and in the shapes, that layers read."""
     weights: Weights = checkpoint
-    if isinstance(checkpoint, Checkpoint):  # a GGUF file's tensors have the names that layers ask for
+    if isinstance(checkpoint, Checkpoint):  # GGUFCheckpoint has these names
         if config.tie_word_embeddings and (find := tied_embedding(checkpoint)):
             weights = RenamedWeights(weights, find)
         if find_stored := family_of(config).find_stored:
@@ -164,7 +164,7 @@ def _as_layers_ask(checkpoint: Checkpoint | GGUFCheckpoint, config: ModelConfig)
 
 
 def _packing(options: LoadOptions, dtype: torch.dtype, ops: Ops) -> str:
-    """What packed weights depend on besides the checkpoint, as a key of the weight cache."""
+    """Key of the weight cache: everything that packed weights depend on, except the checkpoint."""
     group, layers = options.group, options.layers
     packing = f"{ops.LAYOUT} {dtype} {SCHEMES[options.quantization]}{' mtp' * options.mtp_heads}"
     packing += f" rank {group.rank} of {group.size}"
@@ -176,7 +176,7 @@ def _packing(options: LoadOptions, dtype: torch.dtype, ops: Ops) -> str:
 
 
 def _log_ignored(names: list[str]) -> None:
-    """Log tensors that the model does not use. Transformers ignores them, too."""
+    """Log tensors that the model does not use. transformers ignores them, too."""
     if names:
         shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         message = "%d tensors of the checkpoint are ignored, as config.json does not say that the model has them: %s"
@@ -187,8 +187,8 @@ def _open_checkpoint(folder: Path, config: ModelConfig, log: bool, whole: bool) 
     """Open the weights of a checkpoint.
 
     Args:
-        log: say what its format asks for and is not done.
-        whole: as of ``Checkpoint``.
+        log: log the notes of its quantization format.
+        whole: see ``Checkpoint``.
     """
     if parts := find_gguf(folder):
         return GGUFCheckpoint(folder, parts, config.checkpoint_head_dim)
@@ -200,11 +200,11 @@ def _open_checkpoint(folder: Path, config: ModelConfig, log: bool, whole: bool) 
 
 
 def compute_dtype(config: ModelConfig, dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
-    """The dtype to compute in; None is the checkpoint's, but bfloat16 for a float16 checkpoint on a CPU."""
+    """The dtype of the computation: ``dtype``, else that of the checkpoint, but bfloat16 instead of float16 on CPUs."""
     if dtype:
         return dtype
     if config.dtype == "float16" and device.type == "cpu":
-        logger.info("the checkpoint is in float16, and is computed in bfloat16")
+        logger.info("computing in bfloat16, as float16 (the checkpoint's dtype) is not used on CPUs")
         return torch.bfloat16
     stored: torch.dtype = getattr(torch, config.dtype)
     return stored

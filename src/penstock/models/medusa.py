@@ -1,4 +1,4 @@
-"""Medusa heads (Cai et al., 2024): residual blocks over the last hidden state, each for one later token."""
+"""Medusa heads (Cai et al., 2024): residual blocks on the last hidden state, one head per later token."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from penstock.parallel import shard_outputs
 from .model import LanguageModelHead, Model
 
 PREFIXES = ("medusa_head.", "medusa_heads.", "")
-"""Before the number of a head, in the layout that was published."""
+"""Prefixes before the index of a head, in the published layout."""
 
 
 class MedusaHead:
-    """A ``DraftHead`` for one token of the draft: ``x + silu(linear(x))`` for each of its layers, then logits.
+    """A ``DraftHead`` for one token of the draft: residual blocks ``x + silu(linear(x))``, and a language model head.
 
     Args:
-        blocks: names of its layers in the checkpoint.
-        lm_head: name of its language model head; empty for the model's.
+        blocks: names of the blocks' linear layers in the checkpoint.
+        lm_head: name of the language model head; empty: that of the model.
     """
 
     attention = None
@@ -47,27 +47,24 @@ class MedusaHead:
         self._lm_head = Embedding(context, lm_head, model.config.vocab_size, size) if lm_head else None
 
     def with_model(self, model: Model) -> Self:
-        """The same head, with the language model head of other weights of the model."""
+        """Copy of the head for a model with other weights, whose language model head it uses."""
         other = copy(self)
         other._model = proxy(model)
         return other
 
     def combine_hidden_states(self, states: Tensor) -> Tensor:
-        """As ``DraftHead.combine_hidden_states``: the last hidden states as they are."""
         return states
 
     def forward(self, batch: Batch, states: Tensor, cache: Any) -> Tensor:
-        """As ``DraftHead.forward``: what it was given, which the next head reads, too."""
+        """Select the rows ``batch.logits_indices``, which the next head reads, too."""
         return states[batch.logits_indices]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """As ``LanguageModelHead.logits``."""
         return self._head.logits(self._residual_blocks(hidden))
 
     @torch.inference_mode()
     def argmax(self, hidden: Tensor, bitmask: Tensor | None = None) -> Tensor:
-        """As ``LanguageModelHead.argmax``."""
         return self._head.argmax(self._residual_blocks(hidden), bitmask)
 
     @property
@@ -81,17 +78,17 @@ class MedusaHead:
 
 
 def build_medusa_heads(context: BuildContext, raw: Mapping[str, Any], model: Model) -> list[MedusaHead]:
-    """All heads of a checkpoint, as Medusa's authors publish them or in vLLM's layout.
+    """Build all heads of a checkpoint, in the published layout or that of vLLM.
 
     Args:
-        raw: its ``config.json``. How many heads and layers there are is told by the tensors: published ones differ.
+        raw: ``config.json`` of the heads. Its numbers of heads and layers may be wrong, so the tensors decide.
 
-    Raises ``PenstockError`` (``invalid``) where tensors are missing, or for heads over a part of the vocabulary.
+    Raises ``PenstockError`` (``invalid``) for missing tensors, or heads with a part of the vocabulary.
     """
     vocabulary = int(raw.get("truncated_vocab_size") or model.config.vocab_size)
     if vocabulary != model.config.vocab_size:
-        words = f"the Medusa heads have {vocabulary} tokens, and the model {model.config.vocab_size}"
-        raise invalid("speculative_config", words)
+        message = f"the Medusa heads have a vocabulary of {vocabulary}, the model {model.config.vocab_size}"
+        raise invalid("speculative_config", message)
     heads: list[MedusaHead] = []
     while names := _names(context.weights, len(heads)):
         heads.append(MedusaHead(context, model, *names))
@@ -99,18 +96,18 @@ def build_medusa_heads(context: BuildContext, raw: Mapping[str, Any], model: Mod
 
 
 def _names(weights: Weights, head: int) -> tuple[list[str], str] | None:
-    """Names of the layers of a head, and of its language model head, empty where it has none; None past the last."""
+    """Names of the blocks of a head, and of its language model head (empty: none); None if there is no such head."""
     for prefix in PREFIXES:
         if blocks := _present(weights, f"{prefix}{head}.{{}}.linear"):
             return blocks, _if_present(weights, f"{prefix}{head}.{len(blocks)}")
         if blocks := _present(weights, f"{prefix}blocks.{head}.layers.{{}}"):
-            own = _if_present(weights, f"{prefix}lm_heads.{head}")
-            return blocks, own or _if_present(weights, f"{prefix}lm_heads.0")  # one for all (original_lm_head)
+            lm_head = _if_present(weights, f"{prefix}lm_heads.{head}")
+            return blocks, lm_head or _if_present(weights, f"{prefix}lm_heads.0")  # one for all (original_lm_head)
     return None
 
 
 def _present(weights: Weights, pattern: str) -> list[str]:
-    """Names of the matrices 0, 1, ... of a pattern, up to the first that is missing."""
+    """Names of the existing matrices 0, 1, ... of a pattern, up to the first missing one."""
     return list(takewhile(lambda name: weights.has(f"{name}.weight"), map(pattern.format, count())))
 
 

@@ -1,4 +1,4 @@
-"""The interface of models: what the engine calls, for every family."""
+"""Interface of models, for all families."""
 
 from __future__ import annotations
 
@@ -16,111 +16,114 @@ from .vision_tower import VisionTower
 
 
 class LanguageModelHead(Protocol):
-    """Hidden states to logits."""
+    """Interface of language model heads."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[rows, hidden]`` to ``[rows, vocabulary]`` float32."""
         ...
 
     def argmax(self, hidden: Tensor, bitmask: Tensor | None = None) -> Tensor:
-        """``[rows, hidden]`` to the token of the largest logit, ``[rows]`` int64, without computing all logits.
+        """Token with the largest logit, ``[rows, hidden]`` to ``[rows]`` int64, without storing all logits.
 
         Args:
-            bitmask: ``[rows, ceil(vocabulary / 32)]`` int32, a bit for each allowed token; None allows all.
+            bitmask: ``[rows, ceil(vocabulary / 32)]`` int32 with a bit for each allowed token; None: all are allowed.
         """
         ...
 
 
 class DraftHead(LanguageModelHead, Protocol):
-    """What predicts the token after the next one, by the model's hidden states: a layer for multi-token prediction, or
-    of EAGLE; or a later token, as Medusa's do. Its ``logits`` and ``argmax`` take what ``forward`` returns."""
+    """Interface of draft heads, which predict later tokens from the model's hidden states: the token after the next one
+    (MTP layer, EAGLE), or one further token each (Medusa). ``logits`` and ``argmax`` take the result of ``forward``."""
 
     @property
     def attention(self) -> AttentionLayer | None:
-        """None where it keeps nothing in the KV cache."""
+        """Attention layer of the head; None if it has no KV cache."""
         ...
 
     @property
     def recurrent(self) -> bool:
-        """Whether it predicts any number of further tokens, from what ``forward`` has returned for the ones before."""
+        """True if the head predicts any number of tokens, each from the result of ``forward`` for the previous one."""
         ...
 
     def combine_hidden_states(self, states: Tensor) -> Tensor:
-        """What the model computed of some tokens as ``states`` of ``forward``, ``[tokens, hidden]``.
+        """Convert hidden states of the model to ``states`` of ``forward``, ``[tokens, hidden]``.
 
         Args:
-            states: ``[tokens, hidden]``; where the model has ``aux_hidden_state_layers`` the hidden states of these,
-                one beside the other.
+            states: ``[tokens, hidden]``; if the model has ``aux_hidden_state_layers``, the hidden states of these
+                layers, concatenated.
         """
         ...
 
     def forward(self, batch: Batch, states: Tensor, cache: Any) -> Tensor:
-        """Hidden states of ``batch.logits_indices``, ``[rows, hidden]``, of which the token after the next one is
-        predicted.
+        """Hidden states of ``batch.logits_indices``, ``[rows, hidden]``, for the prediction of the token after the next
+        one.
 
         Args:
-            batch: token ids are the *next* tokens, each at the position of the token before it.
-            states: ``[tokens, hidden]``, what the model (``combine_hidden_states``) or the head before this one
-                computed of those tokens before.
-            cache: this layer's entry of the KV cache.
+            batch: batch whose token ids are the *next* tokens, each at the position of the token before it.
+            states: ``[tokens, hidden]``: states of the tokens before these, from the model (``combine_hidden_states``)
+                or the previous head.
+            cache: KV cache of this head.
         """
         ...
 
 
 class Model(LanguageModelHead, Protocol):
-    """A decoder on one rank: token ids and a KV cache to hidden states, and in the last pipeline stage hidden states to
-    logits."""
+    """A model on one rank. It computes hidden states from token ids and a KV cache, and, in the last pipeline stage,
+    logits from hidden states."""
 
     config: ModelConfig
     dtype: torch.dtype
     """Dtype of the computation."""
     max_len: int
-    """Tokens that a sequence may have."""
+    """Maximum sequence length in tokens."""
     weights_version: str
-    """Identifies the contents of the weights on any machine; part of the prefix cache's keys."""
+    """Digest of the weights, the same on every machine; part of the prefix cache's keys."""
     layers: range
-    """Numbers of the layers that this pipeline stage computes."""
+    """Indices of the layers of this pipeline stage."""
     lora_targets: Mapping[str, LoRATarget | None]
-    """The checkpoint's matrices that LoRA adapters may add to, by name; None for those of other pipeline stages."""
+    """Matrices that LoRA adapters may change, by name in the checkpoint; None: in another pipeline stage."""
     mapped_bytes: int
-    """Bytes of packed weights that are mapped from disk. The system counts them as free memory, as it could read them
-    again, but every step needs them."""
+    """Bytes of packed weights that are mapped from disk. The system counts them as free memory, since it could read
+    them again, but every step needs them."""
     heads: Mapping[str, PoolerHead]
-    """In the last stage, what comes after pooling: ``classifier``, ``dense`` (layers of sentence-transformers)."""
+    """Heads after pooling, in the last stage: ``classifier``, and ``dense`` (layers of sentence-transformers)."""
     draft_heads: Sequence[DraftHead]
-    """Of the checkpoint's own layers for multi-token prediction, or set by ``load_draft_heads``. Their keys and values
-    are in the model's KV cache."""
+    """Draft heads: the MTP layers of the checkpoint, or those of ``load_draft_heads``. Their keys and values are in the
+    model's KV cache."""
     aux_hidden_state_layers: Sequence[int]
-    """Numbers of the layers before which the residual stream is returned (``Batch.aux_hidden_states``)."""
+    """Indices of the layers whose input is returned for draft heads (``Batch.aux_hidden_states``)."""
     vision: VisionTower | None
-    """Of a model that sees images: its batches have ``hidden_states``, made of ``VisionTower.embed`` and features."""
+    """Vision tower; None for text models. Batches with images have ``hidden_states``, from ``VisionTower.embed`` and
+    image features."""
 
     def kv_specs(self, block_size: int, quantization: str = "") -> list[KVSpec]:
-        """The KV cache entry of each layer, those of ``draft_heads`` last."""
+        """Shapes of the KV caches of all layers, followed by those of ``draft_heads``."""
         ...
 
     def transfer_layouts(self, slot_tokens: int, quantization: str = "") -> list[TransferLayout]:
-        """The place in a transfer buffer of each of this stage's layers, without those of ``draft_heads``."""
+        """Layouts of this stage's layers in a transfer buffer, without those of ``draft_heads``."""
         ...
 
     def forward(self, batch: Batch, cache: list[Any], export: Sequence[LayerExport] = ()) -> Tensor:
-        """Final hidden states of ``batch.logits_indices``, ``[rows, hidden]``; stores keys and values of all tokens.
-        A pipeline stage before the last returns the residual stream after its layers, ``[tokens, hidden]``; those
-        after the first begin with ``batch.hidden_states``, as the first does where there are any.
+        """Compute the layers, and store keys and values of all tokens.
+
+        The last pipeline stage returns final hidden states of ``batch.logits_indices``, ``[rows, hidden]``; other
+        stages return the residual stream, ``[tokens, hidden]``. The input is ``batch.hidden_states``; in the first
+        stage, if it is None, the embeddings of ``batch.token_ids``.
 
         Args:
-            export: of each of this stage's layers, for batches with ``export_places``; empty where there are none.
+            export: one for each of this stage's layers, for batches with ``export_places``; empty: no export.
         """
         ...
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Embeddings of tokens: ``[tokens]`` int64 to ``[tokens, hidden]``, which the caller may change. In the first
+        """Embed tokens, ``[tokens]`` int64 to ``[tokens, hidden]``, which the caller may modify. Only in the first
         pipeline stage."""
         ...
 
 
 class BaseModel:
-    """The attributes of a ``Model``, without anything that is optional."""
+    """Base class with the attributes of a ``Model``, with empty values for optional ones."""
 
     def __init__(self, context: BuildContext, config: ModelConfig) -> None:
         self.config = config

@@ -1,5 +1,4 @@
-"""ModernBERT (Warner et al., 2024): norms before attention and feed-forward layers, rotary positions, gated
-feed-forward layers, and windows in two of three layers."""
+"""ModernBERT (Warner et al., 2024): pre-norm, rotary embedding, gated MLPs, sliding windows in two of three layers."""
 
 from __future__ import annotations
 
@@ -16,14 +15,14 @@ def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Enc
     norm_bias, mlp_bias = bool(raw.get("norm_bias")), bool(raw.get("mlp_bias"))
 
     def layer(number: int) -> PreNormLayer:
-        own = f"{name}layers.{number}"
+        layer_name = f"{name}layers.{number}"
         parameters = config.rope_of(number)
         assert parameters is not None
         return PreNormLayer(
             context.ops,
             BidirectionalAttention(
                 context,
-                f"{own}.attn",
+                f"{layer_name}.attn",
                 hidden_size=size,
                 num_heads=config.num_heads,
                 head_dim=config.head_dim,
@@ -31,9 +30,9 @@ def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Enc
                 window=config.sliding_windows[number],
                 bias=config.qkv_bias,
             ),
-            LayerNorm(context, f"{own}.attn_norm", size, eps, norm_bias) if number else None,
-            GatedMLP(context, f"{own}.mlp", size, config.intermediate_size, mlp_bias, config.options.activation),
-            LayerNorm(context, f"{own}.mlp_norm", size, eps, norm_bias),
+            LayerNorm(context, f"{layer_name}.attn_norm", size, eps, norm_bias) if number else None,
+            GatedMLP(context, f"{layer_name}.mlp", size, config.intermediate_size, mlp_bias, config.options.activation),
+            LayerNorm(context, f"{layer_name}.mlp_norm", size, eps, norm_bias),
             last=number == config.num_layers - 1,
         )
 

@@ -1,4 +1,4 @@
-"""Heads for multi-token prediction (DeepSeek-AI, 2024): a decoder layer that predicts the token after the next one."""
+"""Heads for multi-token prediction (MTP; DeepSeek-AI, 2024): decoder layers that predict the token after the next."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .model import Model
 
 
 class DecoderMTPHead:
-    """A ``DraftHead`` made of a decoder layer.
+    """A ``DraftHead`` with a decoder layer.
 
     Args:
-        make_layer: makes the decoder layer of a number.
-        number: of its layer in the checkpoint.
-        model: whose embedding and language model head it shares.
+        make_layer: makes the decoder layer with an index.
+        number: index of the layer in the checkpoint.
+        model: model whose embedding and language model head it shares.
     """
 
     recurrent = True
@@ -49,25 +49,21 @@ class DecoderMTPHead:
         self._norm = RMSNorm(context, f"{name}.shared_head.norm", size, eps)
 
     def combine_hidden_states(self, states: Tensor) -> Tensor:
-        """As ``DraftHead.combine_hidden_states``: the last hidden states as they are."""
         return states
 
     @torch.inference_mode()
     def forward(self, batch: Batch, states: Tensor, cache: Any) -> Tensor:
-        """As ``DraftHead.forward``."""
         if self._expert_load:
             self._expert_load.num_tokens = batch.attention.query_start_loc[-1:]
         token = self._token_norm(self._model.embed(batch.token_ids))
-        x = self._ops.clone(self._projection(torch.cat((token, self._state_norm(states)), -1)))  # layers change it
+        x = self._ops.clone(self._projection(torch.cat((token, self._state_norm(states)), -1)))  # layers modify it
         x, residual = self._layer(x, None, cache, batch)
         return self._ops.add_residual(x, residual)[batch.logits_indices]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """As ``LanguageModelHead.logits``."""
         return self._model.logits(self._norm(hidden))
 
     @torch.inference_mode()
     def argmax(self, hidden: Tensor, bitmask: Tensor | None = None) -> Tensor:
-        """As ``LanguageModelHead.argmax``."""
         return self._model.argmax(self._norm(hidden), bitmask)

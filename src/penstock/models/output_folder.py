@@ -1,4 +1,4 @@
-"""A folder that a command fills with a model: it has a ``config.json`` only once all else is whole."""
+"""Output folder of a command that writes a model. ``config.json`` appears only when all other files are complete."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ MODEL_FILES = (
 LICENSES = ("LICENSE*", "NOTICE*", "USE_POLICY*")
 NOT_COPIED = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 PART = ".part"
-"""Suffix of files that are being written."""
+"""Suffix of incomplete files."""
 STALE = re.compile(r"rank_\d+|.*\.(packed|safetensors|json|jinja|txt|model|tiktoken)(\.part)?")
-"""Names of files that commands write, and which another command into the same folder replaces."""
+"""Names of files written by commands, which the next command with the same output folder may delete."""
 
 
 class OutputFolder:
-    """Fills a folder; nobody else may meanwhile.
+    """An output folder, locked against other processes while it is written.
 
-    A command that was killed finds what it had written: files have their names only once they are whole.
+    An interrupted command can continue: files get their names only when they are complete.
 
     Args:
         model: folder whose tokenizer, chat template, and other small files are copied.
-        config: text of the model's ``config.json`` there.
-        is_own: whether a folder with a ``config.json`` was made by the same command, and may be replaced.
+        config: text of the ``config.json`` to write.
+        is_own: whether a folder with a ``config.json`` was written by the same command, and may be replaced.
     """
 
     def __init__(self, path: Path, model: Path, config: str, is_own: Callable[[Path], bool]) -> None:
@@ -47,13 +47,13 @@ class OutputFolder:
 
     @contextmanager
     def filling(self, names: set[str]) -> Iterator[None]:
-        """Around the work that writes files.
+        """Context manager around the code that writes the files.
 
         Args:
-            names: of the files and folders that it writes at the top.
+            names: names of the top-level files and folders that it writes.
 
-        Raises ``PenstockError`` (``invalid``) where the folder holds something else, is written to by another process,
-        or cannot be written.
+        Raises ``PenstockError`` (``invalid``) if the folder has other contents, is being written by another process, or
+        cannot be written.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -70,25 +70,25 @@ class OutputFolder:
     def _begin(self) -> None:
         if self.path.resolve() == self._model.resolve():
             raise invalid(FIELD, f"{self.path} is the model's own folder; name another")
-        others = [path for path in self.path.iterdir() if path.name != UNFINISHED + PART]
-        ours = (self.path / UNFINISHED).exists() or self._is_own(self.path)
-        if others and not ours:
-            raise invalid(FIELD, f"{self.path} holds {others[0].name} already; name a folder that is empty or new")
+        found = [path for path in self.path.iterdir() if path.name != UNFINISHED + PART]
+        is_own = (self.path / UNFINISHED).exists() or self._is_own(self.path)
+        if found and not is_own:
+            raise invalid(FIELD, f"{self.path} holds {found[0].name} already; name a folder that is empty or new")
         write_atomically(self.path / UNFINISHED, self._config.encode())
         (self.path / CONFIG).unlink(missing_ok=True)
         sync_folder(self.path)
 
     def _copy_model_files(self) -> set[str]:
-        """Returns the names at the top."""
+        """Copy the model's small files. Returns the top-level names."""
         names = set()
         for pattern in (*MODEL_FILES, *LICENSES):
             for source in sorted(self._model.glob(pattern)):
                 if not source.is_file() or source.name in NOT_COPIED or source == self._model / CONFIG:
                     continue
-                place = self.path / source.relative_to(self._model)
-                place.parent.mkdir(exist_ok=True)
-                write_atomically(place, source.read_bytes())
-                names.add(place.relative_to(self.path).parts[0])
+                target = self.path / source.relative_to(self._model)
+                target.parent.mkdir(exist_ok=True)
+                write_atomically(target, source.read_bytes())
+                names.add(target.relative_to(self.path).parts[0])
         for name, content in module_files(self._model).items():
             (self.path / name).parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self.path / name, content)
@@ -96,7 +96,7 @@ class OutputFolder:
         return names
 
     def _remove_stale(self, names: set[str]) -> None:
-        """Remove what an earlier command has left here."""
+        """Delete files of earlier commands."""
         for path in self.path.iterdir():
             if path.name in names or not STALE.fullmatch(path.name):
                 continue
@@ -107,7 +107,7 @@ class OutputFolder:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file that has its name only once it is whole and on the disk."""
+    """Write a file that gets its name when its contents are on disk."""
     with new_file(path) as part, part.open("wb") as file:
         file.write(data)
         file.flush()
@@ -116,7 +116,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """A path to write to, whose file gets the name ``path`` in the end. Whoever writes has it on the disk by then."""
+    """Temporary path to write to. On exit the file is renamed to ``path``; the caller has flushed it to disk."""
     part = path.with_name(path.name + PART)
     part.unlink(missing_ok=True)
     yield part
@@ -125,21 +125,20 @@ def new_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: Path, wait: bool = True) -> Iterator[None]:
-    """Hold a lock on a folder. Raises ``PenstockError`` (``invalid``) where another process does and must not be waited
-    for."""
+    """Hold the lock of a folder. Without ``wait``, raises ``PenstockError`` (``invalid``) if another process has it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError as error:
-            raise invalid(FIELD, f"another process is writing to {folder}: wait for its end") from error
+            raise invalid(FIELD, f"another process is writing to {folder}: wait until it has finished") from error
         yield
     finally:
         os.close(descriptor)
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names of a folder's files on the disk."""
+    """Flush the entries of a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

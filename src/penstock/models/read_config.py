@@ -1,4 +1,4 @@
-"""Reads a checkpoint's ``config.json``, and refuses unsupported features."""
+"""Reader of a model's configuration, which refuses unsupported features."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 from penstock.core.quantization import SCHEMES
 
-from .registry import OTHERS, TRANSFORMERS, Family, find_family, has_family, imported
-from .transformers.library import architectures_of, is_installed, knows, unknown
+from .registry import RUN_BY_TRANSFORMERS, TRANSFORMERS, Family, find_family, has_family, imported
+from .transformers.library import architectures_of, has_causal_lm, is_installed, unknown_message
 
 logger = logging.getLogger(__name__)
 has_other_pytorch_head = imported("penstock.models.weights.checkpoint:has_other_pytorch_head")
@@ -41,14 +41,14 @@ ModelImpl = Literal["auto", "penstock", "transformers"]
 
 
 def read_config(folder: Path, model_impl: ModelImpl = "penstock") -> ModelConfig:
-    """Read a checkpoint's ``config.json``.
+    """Read the configuration of a checkpoint.
 
     Args:
-        model_impl: what is to compute the model; auto is transformers only where there is no family of ours, or it
-            does not compute what ``config.json`` asks for.
+        model_impl: implementation of the model. auto: transformers if Penstock has no family for the architecture, or
+            the family does not support a feature in ``config.json``.
 
-    Raises ``PenstockError``: ``invalid`` where it is missing or broken, ``unsupported`` where it asks for what no
-    code here computes.
+    Raises ``PenstockError``: ``invalid`` if ``config.json`` is missing or broken, ``unsupported`` if no implementation
+    supports it.
     """
     raw, path = read_config_json(folder), folder / CONFIG
     if not raw.get("architectures") and model_impl != "penstock" and is_installed():
@@ -57,48 +57,50 @@ def read_config(folder: Path, model_impl: ModelImpl = "penstock") -> ModelConfig
         raw = {**raw, "tie_word_embeddings": False}
     architecture, name = architecture_of(raw)[0], architecture_name(raw)
     auto = model_impl == "auto" and is_installed()
-    if model_impl == "transformers" or (auto and knows(name) and not has_family(architecture)):
-        return _read_for_library(raw, folder)
-    others = unknown() if auto and not has_family(architecture) else OTHERS
-    family = find_family(architecture, name, others)
-    decodes = encoder_prefix(raw) is None
-    if decodes and (raw.get("is_causal") is False or raw.get("use_bidirectional_attention")):
-        raise PenstockError(Code.UNSUPPORTED, f"{path} asks for attention in both directions", "model")
+    if model_impl == "transformers" or (auto and has_causal_lm(name) and not has_family(architecture)):
+        return _read_transformers_config(raw, folder)
+    hint = unknown_message() if auto and not has_family(architecture) else RUN_BY_TRANSFORMERS
+    family = find_family(architecture, name, hint)
+    is_decoder = encoder_prefix(raw) is None
+    if is_decoder and (raw.get("is_causal") is False or raw.get("use_bidirectional_attention")):
+        message = f"{path} has bidirectional attention, which is not supported for decoders"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
     try:
-        return _read_own(family, raw, path)
+        return _read_family_config(family, raw, path)
     except PenstockError as error:
-        if error.failure.code is not Code.UNSUPPORTED or not auto or not knows(name):
+        if error.failure.code is not Code.UNSUPPORTED or not auto or not has_causal_lm(name):
             raise
         try:
-            config = _read_for_library(raw, folder)
+            config = _read_transformers_config(raw, folder)
         except PenstockError:
             raise error from None
-        logger.info("%s; transformers runs the model instead", error)
+        logger.info("%s; running the model with transformers instead", error)
         return config
 
 
-def _read_for_library(raw: Mapping[str, Any], folder: Path) -> ModelConfig:
-    """The configuration of a model that transformers runs, which reads ``config.json`` itself, except for values
+def _read_transformers_config(raw: Mapping[str, Any], folder: Path) -> ModelConfig:
+    """The configuration of a model run by transformers, which completes ``config.json`` itself, except for values
     read from the weights."""
-    told = {name: raw[name] for name in ("architectures", "tie_word_embeddings", "dtype") if raw.get(name) is not None}
+    names = ("architectures", "tie_word_embeddings", "dtype")
+    completed = {name: raw[name] for name in names if raw.get(name) is not None}
     given = {name: value for name, value in read_plain_config_json(folder).items() if name != "torch_dtype"}
     with _checked(folder / CONFIG):
-        return TRANSFORMERS.read_config({**given, **told})
+        return TRANSFORMERS.read_config({**given, **completed})
 
 
-def _read_own(family: Family, raw: Mapping[str, Any], path: Path) -> ModelConfig:
-    """The configuration of a model of a family of our own."""
+def _read_family_config(family: Family, raw: Mapping[str, Any], path: Path) -> ModelConfig:
     quantization = quantization_of(raw)
     if quantization and quantization not in SCHEMES:
-        raise PenstockError(Code.UNSUPPORTED, f"{path} asks for the unknown quantization {quantization!r}", "model")
+        message = f"{path} has the quantization {quantization!r}; supported are {', '.join(SCHEMES)}"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
     if quantization is None:
         read_quantization_config(quantization_config_of(raw))
     with _checked(path):
         _check_lists(raw, path)
         config = family.read_config(raw)
         if config.num_heads % config.num_kv_heads:
-            message = f"{path} shares {config.num_kv_heads} key-value heads among {config.num_heads} heads unevenly"
-            raise invalid("model", message)
+            message = f"num_attention_heads is {config.num_heads}; it must be a multiple of num_key_value_heads"
+            raise invalid("model", f"{path}: {message}, {config.num_kv_heads}")
         if len(config.sliding_windows) != config.num_layers:
             message = f"{path} has layer_types for {len(config.sliding_windows)} of {config.num_layers} layers"
             raise invalid("model", message)
@@ -107,10 +109,10 @@ def _read_own(family: Family, raw: Mapping[str, Any], path: Path) -> ModelConfig
 
 
 def config_of(raw: Mapping[str, Any]) -> ModelConfig:
-    """The configuration of a model of any architecture, as far as its size depends on it: that of its family; where it
-    has none, or asks for what its family does not compute, by the names that most share. Needs no torch.
+    """The configuration of a model of any architecture, as far as its size depends on it: from its family, or, if the
+    model has none or is not supported by it, from the usual field names. Imports no torch.
 
-    Raises ``PenstockError`` (``invalid``) where a value is missing or of the wrong kind.
+    Raises ``PenstockError`` (``invalid``) for a missing or invalid field.
     """
     architecture, known = architecture_of(raw)[0], class_named(raw.get("model_type"))
     if not has_family(architecture) and known and known.architecture:
@@ -129,15 +131,15 @@ def config_of(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _with_padded_heads(config: ModelConfig) -> ModelConfig:
-    """A decoder whose heads are padded to what kernels compute; others as they are.
+    """The configuration with heads padded to a supported size, if necessary; only for decoders.
 
-    Raises ``PenstockError`` (``unsupported``) for norms on such heads, which would count the zeros.
+    Raises ``PenstockError`` (``unsupported``) for norms of such heads, which would include the zeros.
     """
     head_dim, padded = config.head_dim, padded_head_dim(config.head_dim)
     if head_dim == padded or config.latent or config.encoder or config.speech:
         return config
     if config.has_vision or config.qk_norm:
-        feature = "norms on heads" if config.qk_norm else "images"
+        feature = "q/k norms" if config.qk_norm else "images"
         message = f"head_dim {head_dim} of a model with {feature}; multiples of {PADDED_TO} are supported"
         raise PenstockError(Code.UNSUPPORTED, message, "model")
     scale = config.options.attention_scale
@@ -146,39 +148,40 @@ def _with_padded_heads(config: ModelConfig) -> ModelConfig:
 
 
 def _check_lists(raw: Mapping[str, Any], path: Path) -> None:
-    """Refuse numbers that differ between layers, which no family has by these names. Raises ``PenstockError``."""
+    """Raise ``PenstockError`` (``unsupported``) for fields with a value per layer, which no family supports."""
     rope = rope_parameters_of(raw)
     for name, value in (("sliding_window", raw.get("sliding_window")), ("rope_theta", rope["rope_theta"])):
         if isinstance(value, list):
-            message = f"{path} has a {name} for each layer; one of all layers is supported"
+            message = f"{path} has a {name} for each layer; a single value for all layers is supported"
             raise PenstockError(Code.UNSUPPORTED, message, "model")
 
 
 def _check_rope(config: ModelConfig, path: Path) -> None:
-    """Refuse rotary positions that cannot be computed. Raises ``PenstockError``."""
+    """Raise ``PenstockError`` for unsupported or invalid rotary parameters."""
     dim = config.rotary_dim
     for rope in (config.rope_parameters, config.local_rope_parameters or config.rope_parameters):
         kind = rope["rope_type"]
         check_rope_type(kind)
         if dim % 2:
-            raise PenstockError(Code.UNSUPPORTED, f"{path} rotates {dim} numbers of a head, an odd number", "model")
+            message = f"{path} has {dim} rotary dimensions per head; the number must be even"
+            raise PenstockError(Code.UNSUPPORTED, message, "model")
         lists = [name for name in ("short_factor", "long_factor") if kind == "longrope" and len(rope[name]) != dim // 2]
         if lists:
             message = f"{path}: {lists[0]} of rope_parameters has {len(rope[lists[0]])} numbers; {dim // 2} are needed"
             raise invalid("model", message)
-        share = rope.get("partial_rotary_factor", 1.0)
+        factor = rope.get("partial_rotary_factor", 1.0)
         whole = config.latent.qk_rope_head_dim if config.latent else config.checkpoint_head_dim
-        if kind not in ("default", "proportional") and int(whole * share) != dim:
-            message = f"{path} has partial_rotary_factor {share}, which {config.architecture} does not have"
+        if kind not in ("default", "proportional") and int(whole * factor) != dim:
+            message = f"{path} has partial_rotary_factor {factor}, which is not supported for {config.architecture}"
             raise invalid("model", message)
 
 
 @contextmanager
 def _checked(path: Path) -> Iterator[None]:
-    """Raise ``PenstockError`` (``invalid``) for the errors of a broken ``config.json``."""
+    """Context manager that raises ``PenstockError`` (``invalid``) for errors caused by a broken ``config.json``."""
     try:
         yield
     except KeyError as error:
         raise invalid("model", f"{path} lacks {error}") from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise invalid("model", f"{path} has a value of the wrong kind: {error}") from error
+        raise invalid("model", f"{path} has an invalid value: {error}") from error

@@ -1,4 +1,4 @@
-"""Families of models by the architecture that a checkpoint's ``config.json`` names. No torch."""
+"""Registry of model families by architecture. No torch."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from .stored import Stored
 logger = logging.getLogger(__name__)
 
 ENTRY_POINTS = "penstock.models"
-"""Group of entry points by which installed packages add families."""
-OTHERS = (
+"""Entry point group with which installed packages add families."""
+RUN_BY_TRANSFORMERS = (
     "Most others run, more slowly, with --model-impl auto and the extra for transformers: "
     "pip install 'penstock-llm[transformers]'"
 )
+"""End of the error for an architecture without a family."""
 
 
 def imported(path: str) -> Callable[..., Any]:
-    """A function that is imported when it is called, as modules that import torch must be.
+    """A function that is imported when it is called. Required for functions of modules that import torch.
 
     Args:
         path: ``package.module:name``.
@@ -44,20 +45,20 @@ SCORE = imported("penstock.models.heads:score_classifier")
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models: how its architectures are configured and built. Importing it needs no torch."""
+    """A family of models: reading of the configuration, and building. Its module must not import torch."""
 
     architectures: tuple[str, ...]
-    """Values of ``architectures`` in ``config.json``, with their head: ``LlamaForCausalLM``."""
+    """Architectures in ``config.json``, with their head: ``LlamaForCausalLM``."""
     read_config: Callable[[Mapping[str, Any]], ModelConfig]
-    """From ``config.json``. May raise ``KeyError``, ``TypeError`` or ``ValueError``, which name what is wrong, and
-    ``PenstockError`` (``unsupported``)."""
+    """Function from ``config.json`` to the configuration. It may raise ``KeyError``, ``TypeError`` or ``ValueError``
+    with a message, and ``PenstockError`` (``unsupported``)."""
     build: Callable[..., Any] = DECODER
-    """Makes the ``Model`` of a ``BuildContext``, the configuration, and the number of MTP heads to load."""
+    """Function from a ``BuildContext``, the configuration, and the number of MTP heads to load, to the ``Model``."""
     build_classifier: Callable[..., Any] = SCORE
-    """Makes the ``PoolerHead`` of architectures for sequence classification, of a ``BuildContext`` and the
-    configuration."""
+    """Function from a ``BuildContext`` and the configuration to the ``PoolerHead`` of a sequence classifier."""
     find_stored: Callable[[ModelConfig, str], Stored] | None = None
-    """Where in a checkpoint a module lies that layers ask for by its name; None where it lies under that name."""
+    """Function from the configuration and a module's name in the layers to its location in the checkpoint; None: the
+    names are the same."""
 
 
 TRANSFORMERS = Family(
@@ -65,14 +66,14 @@ TRANSFORMERS = Family(
     imported("penstock.models.transformers.config:read_config"),
     imported("penstock.models.transformers.model:build"),
 )
-"""Any architecture that the transformers library knows, run by its modules (``model_impl``)."""
+"""Any architecture of the transformers library, run by its modules (``model_impl``)."""
 _REGISTERED: dict[str, Family] = {}
 
 
 @cache
 def _installed() -> dict[str, Family]:
-    """The families of ``models/families/``, and those of other packages, which replace them."""
-    from importlib.metadata import entry_points  # which takes 20 ms to import: not all processes look families up
+    """The families of ``models/families/``, and those of other packages, which take precedence."""
+    from importlib.metadata import entry_points  # takes 20 ms to import, and not all processes need families
 
     package, found = import_module("penstock.models.families"), []
     for module in iter_modules(package.__path__):
@@ -82,9 +83,9 @@ def _installed() -> dict[str, Family]:
         try:
             family = point.load()
             if not isinstance(family, Family):
-                raise TypeError(f"it is a {type(family).__name__}, and must be a penstock.models.Family")
+                raise TypeError(f"it is a {type(family).__name__}, not a penstock.models.Family")
             found.append(family)
-        except Exception as error:  # of any kind: it is other people's code
+        except Exception as error:  # third-party code may raise anything
             package_name = point.dist.name if point.dist else "unknown"
             message = "the model family %s of the package %s is left out: importing %s failed (%s: %s)"
             logger.warning(message, point.name, package_name, point.value, type(error).__name__, error)
@@ -92,7 +93,7 @@ def _installed() -> dict[str, Family]:
 
 
 def register(family: Family) -> None:
-    """Register a family in this process; it replaces families of the same architectures."""
+    """Register a family in this process. It replaces other families of its architectures."""
     _REGISTERED.update(dict.fromkeys(family.architectures, family))
 
 
@@ -103,7 +104,7 @@ def unregister(family: Family) -> None:
 
 
 def architectures() -> list[str]:
-    """The names of all architectures that have a family."""
+    """Names of all architectures with a family."""
     return sorted({*_installed(), *_REGISTERED})
 
 
@@ -112,21 +113,22 @@ def has_family(architecture: str) -> bool:
     return architecture in _REGISTERED or architecture in _installed()
 
 
-def find_family(architecture: str, name: str = "", others: str = OTHERS) -> Family:
+def find_family(architecture: str, name: str = "", hint: str = RUN_BY_TRANSFORMERS) -> Family:
     """The family of an architecture.
 
     Args:
-        name: of the architecture in ``config.json``, for the error, where it is another one.
-        others: for the error, what is to be known of other architectures.
+        name: name in ``config.json``, for the error, if it differs from ``architecture``.
+        hint: end of the error, with what to do for other architectures.
 
     Raises ``PenstockError`` (``unsupported``) for an unknown architecture.
     """
     if family := _REGISTERED.get(architecture) or _installed().get(architecture):
         return family
-    message = f"architecture {name or architecture}; known are {', '.join(architectures())}. {others}"
+    supported = ", ".join(architectures())
+    message = f"architecture {name or architecture} is not supported; supported are {supported}. {hint}"
     raise PenstockError(Code.UNSUPPORTED, message, "model")
 
 
 def family_of(config: ModelConfig) -> Family:
-    """The family whose implementation computes a model."""
+    """The family of a model, or ``TRANSFORMERS``."""
     return TRANSFORMERS if config.model_impl == "transformers" else find_family(config.architecture)

@@ -1,4 +1,4 @@
-"""Where a checkpoint has the modules that layers ask for: under other names, or several in one tensor."""
+"""Locations of modules in a checkpoint, which may have other names, or several matrices in one tensor."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from penstock.checkpoint.model_config import ModelConfig
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a matrix, and its bias, lie in the checkpoint."""
+    """Location of a matrix, and its bias, in the checkpoint."""
 
     name: str
-    """Without ``.weight``."""
+    """Name in the checkpoint, without ``.weight``."""
     total: int = 0
-    """Rows of the whole tensor; 0 is those of the matrix."""
+    """Number of rows of the tensor; 0: that of the matrix."""
     ranges: tuple[tuple[int, int], ...] = ()
-    """First and end of the tensor's rows that are the matrix's, in order; empty is all."""
+    """Ranges (first, end) of the tensor's rows that make up the matrix, in order; empty: all rows."""
     other: str = ""
-    """In checkpoints that lack ``name``."""
+    """Alternative name, for checkpoints without ``name``."""
 
     def rows(self, wanted: tuple[int, int]) -> list[tuple[int, int]]:
-        """The tensor's rows of the matrix's rows from ``wanted[0]`` to ``wanted[1]``."""
+        """Ranges of the tensor's rows for the rows from ``wanted[0]`` to ``wanted[1]`` of the matrix."""
         found, ends = [], accumulate(end - first for first, end in self.ranges)
-        for (first, end), own_end in zip(self.ranges, ends, strict=True):
-            before = own_end - (end - first)
-            low, high = max(wanted[0], before), min(wanted[1], own_end)
+        for (first, end), matrix_end in zip(self.ranges, ends, strict=True):
+            before = matrix_end - (end - first)
+            low, high = max(wanted[0], before), min(wanted[1], matrix_end)
             if low < high:
                 found.append((first + low - before, first + high - before))
         return found
@@ -51,6 +51,11 @@ def find_fused_mlp(config: ModelConfig, name: str) -> Stored:
 
 
 def part_of(name: str, sizes: Sequence[int], number: int) -> Stored:
-    """One of several matrices that a tensor has one after the other, each of ``sizes`` rows."""
+    """Location of one of several matrices that are stacked in a tensor.
+
+    Args:
+        sizes: number of rows of each matrix.
+        number: index of the matrix.
+    """
     first = sum(sizes[:number])
     return Stored(name, sum(sizes), ((first, first + sizes[number]),))

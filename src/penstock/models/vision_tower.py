@@ -1,4 +1,4 @@
-"""The interface of vision towers: what the worker calls to make features of images."""
+"""Interface of vision towers, which compute features of images."""
 
 from __future__ import annotations
 
@@ -21,42 +21,43 @@ Embed = Callable[[Tensor], Tensor]
 
 
 class VisionTower(Protocol):
-    """An encoder of images, and how the language model places their features."""
+    """An encoder of images, and the handling of image tokens in the language model."""
 
     deepstack: Sequence[Tensor]
-    """Of each of the first decoder layers ``[step tokens, hidden]``: what is added to the residual stream behind it for
-    the tokens of a step, zeros for those of text (DeepStack, Meng et al., 2024). Most models have none."""
+    """Tensors that are added to the residual stream after the first decoder layers, one per layer,
+    ``[step tokens, hidden]``: features of image tokens, zeros for text (DeepStack, Meng et al., 2024). Empty in most
+    models."""
     bidirectional: bool
-    """Whether the tokens of an image attend to each other in both directions (``AttentionMetadata.key_ends``)."""
+    """True if the tokens of an image attend to each other bidirectionally (``AttentionMetadata.key_ends``)."""
     placeholder: int | None
-    """The only token whose embedding features replace, where images have others, too; None where they have not."""
+    """Id of the token that is replaced by features, if images also have other tokens; else None."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """The language model's embeddings of tokens, ``[tokens]`` int64 to ``[tokens, hidden]``, which the caller may
-        change."""
+        """Embed tokens with the language model, ``[tokens]`` int64 to ``[tokens, hidden]``, which the caller may
+        modify."""
         ...
 
     def encode(self, image: ImageInput) -> Tensor:
-        """Features of an image, ``[image.length, hidden]``, in the model's dtype on its device: in place of its
-        placeholders' embeddings; those for each entry of ``deepstack`` follow in the same rows. They depend on nothing
-        but the image."""
+        """Features of an image, ``[image.length, hidden]``, in the model's dtype on its device. They replace the
+        embeddings of its placeholder tokens. Features for ``deepstack`` are appended to each row. They depend only on
+        the image."""
         ...
 
     def rope_rows(self, positions: np.ndarray) -> Tensor:
-        """``Batch.positions`` of tokens with positions ``[3, tokens]`` int64 in time, height and width."""
+        """``Batch.positions`` for positions in time, height and width, ``[3, tokens]`` int64."""
         ...
 
 
 def tower_context(context: BuildContext) -> BuildContext:
-    """For layers of a tower, which all ranks have whole, and which are not quantized."""
+    """Build context of a tower: all ranks have the whole tower, and it is not quantized."""
     return replace(context, group=SINGLE_RANK, scheme=Scheme(), max_loras=0)
 
 
 class TokenPositions:
-    """The part of a ``VisionTower`` whose features have the positions of their tokens.
+    """Base class of a ``VisionTower`` whose features have the positions of their tokens.
 
     Args:
-        embed: of the language model.
+        embed: embedding of the language model.
     """
 
     bidirectional = False
@@ -67,19 +68,17 @@ class TokenPositions:
         self._embed = embed
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """As ``VisionTower.embed``."""
         return self._embed(token_ids)
 
     def rope_rows(self, positions: np.ndarray) -> Tensor:
-        """As ``VisionTower.rope_rows``."""
         return torch.from_numpy(positions[0])
 
 
 class MRoPEPositions(TokenPositions):
-    """The part of a ``VisionTower`` whose features have positions in time, height and width.
+    """Base class of a ``VisionTower`` whose features have positions in time, height and width.
 
     Args:
-        embed, mrope: of the language model.
+        embed, mrope: embedding and M-RoPE of the language model.
     """
 
     def __init__(self, embed: Embed, mrope: MRoPE) -> None:
@@ -87,5 +86,4 @@ class MRoPEPositions(TokenPositions):
         self._mrope = mrope
 
     def rope_rows(self, positions: np.ndarray) -> Tensor:
-        """As ``VisionTower.rope_rows``."""
         return self._mrope.rows(positions)

@@ -1,4 +1,4 @@
-"""Whisper (Radford et al., 2022): a decoder with learned positions that attends to the encoder's output, too."""
+"""Whisper (Radford et al., 2022): an audio encoder, and a decoder with learned positions and cross-attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .whisper_encoder import EPS, WhisperEncoder
 
 
 class Whisper(BaseModel):
-    """A ``Model`` that transcribes audio: its batches have ``cross_attention``."""
+    """A ``Model`` that transcribes audio. Its batches have ``cross_attention``."""
 
     def __init__(self, context: BuildContext, config: ModelConfig) -> None:
         assert config.speech
@@ -48,10 +48,10 @@ class Whisper(BaseModel):
 
     @torch.inference_mode()
     def encode(self, features: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The keys and values of a window of audio in each layer, ``[positions, heads, head_dim]``.
+        """Encode a window of audio. Returns keys and values for each decoder layer, ``[positions, heads, head_dim]``.
 
         Args:
-            features: ``[bins, frames]`` float32.
+            features: log-mel features, ``[bins, frames]`` float32.
         """
         states = self._encoder(features)
         return [layer.cross_attention.keys_and_values(states) for layer in self._layers]
@@ -60,10 +60,10 @@ class Whisper(BaseModel):
     def forward(self, batch: Batch, cache: list[Any], export: Sequence[LayerExport] = ()) -> Tensor:
         cross = batch.cross_attention
         x = self._ops.add_residual(self._positions.embedding(batch.positions), self._embedding(batch.token_ids))
-        if cross is None:  # a step that measures or probes
+        if cross is None:  # a profiling or probing step
             return self._norm(self._ops.index_select(x, batch.logits_indices))
-        for number, (layer, own, others) in enumerate(zip(self._layers, cache, cross.cache, strict=True)):
-            x = layer(x, batch, own, others, cross, number)
+        for number, (layer, self_cache, cross_cache) in enumerate(zip(self._layers, cache, cross.cache, strict=True)):
+            x = layer(x, batch, self_cache, cross_cache, cross, number)
         return self._norm(self._ops.index_select(x, batch.logits_indices))
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class Whisper(BaseModel):
 
 
 class _Attention:
-    """The projections of an attention layer; keys have no bias."""
+    """Projections of an attention layer. Keys have no bias."""
 
     def __init__(self, context: BuildContext, config: ModelConfig, name: str) -> None:
         size = config.hidden_size
@@ -100,7 +100,7 @@ class _Attention:
 
 
 class _Layer:
-    """Attention to the tokens before, attention to the audio, and MLP, each behind a norm."""
+    """Decoder layer: self-attention, cross-attention and MLP, with pre-norm."""
 
     def __init__(self, context: BuildContext, config: ModelConfig, name: str) -> None:
         size = config.hidden_size
@@ -113,28 +113,29 @@ class _Layer:
         names = (f"{name}.fc1", f"{name}.fc2")
         self._mlp = MLP(context, names, size, config.intermediate_size, True, config.options.activation)
 
-    def __call__(self, x: Tensor, batch: Batch, own: Any, others: Any, cross: CrossAttention, number: int) -> Tensor:
-        """``[tokens, size]`` to the same.
+    def __call__(
+        self, x: Tensor, batch: Batch, self_cache: Any, cross_cache: Any, cross: CrossAttention, number: int
+    ) -> Tensor:
+        """``[tokens, size]`` to ``[tokens, size]``.
 
         Args:
-            own, others: the layer's entries of the KV cache, and of ``cross.cache``.
-            number: of the layer.
+            self_cache, cross_cache: KV cache of the layer, and its entry of ``cross.cache``.
+            number: index of the layer.
         """
         attention, ops = self._self_attention, self._ops
         normed = self._norms[0](x)
         k, v = attention.keys_and_values(normed)
-        ops.store_kv(own, k, v, batch.slot_mapping)
-        attended = ops.attention(attention.queries(normed), own, batch.attention, AttentionOptions(self._scale))
+        ops.store_kv(self_cache, k, v, batch.slot_mapping)
+        attended = ops.attention(attention.queries(normed), self_cache, batch.attention, AttentionOptions(self._scale))
         normed, x = self._norms[1].add(attention.output(attended), x)
         attention = self.cross_attention
         queries = attention.queries(normed)
         if number in cross.recorded_layers:
             cross.queries[number] = queries
-        attended = ops.attention(queries, others, cross.attention, AttentionOptions(self._scale, causal=False))
+        attended = ops.attention(queries, cross_cache, cross.attention, AttentionOptions(self._scale, causal=False))
         normed, x = self._norms[2].add(attention.output(attended), x)
         return ops.add_residual(self._mlp(normed, None), x)
 
 
 def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Whisper:
-    """As ``Family.build``."""
     return Whisper(context, config)

@@ -1,6 +1,6 @@
-"""Times of a transcript's tokens, by how some attention heads of Whisper follow the speech (OpenAI's ``timing.py`` and
-transformers' ``return_token_timestamps``): the heads' attention to the audio is normalized and smoothed, and dynamic
-time warping finds the path through tokens and audio along which there is most of it."""
+"""Timestamps of a transcript's tokens from Whisper's alignment heads (OpenAI's ``timing.py``, transformers'
+``return_token_timestamps``): the heads' attention to the audio is normalized and smoothed, and dynamic time warping
+finds the path through tokens and audio with the most attention."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torch import Tensor
 from torch.nn import functional as F
 
 ROWS_AT_ONCE = 32
-"""Tokens whose attention is smoothed together, so that it stays in a core's cache."""
+"""Number of tokens whose attention is smoothed together, so that it stays in a core's cache."""
 
 
 def token_times(queries: Tensor, keys: Tensor, length: int, filter_width: int) -> np.ndarray:
-    """The hidden state of the audio at which the speech of each token ends, ``[tokens]`` int64.
+    """Index of the audio encoder's hidden state at which the speech of each token ends, ``[tokens]`` int64.
 
-    The attention of a token's query is where the next token is spoken.
+    A token's query attends to the audio of the next token.
 
     Args:
         queries: ``[heads, tokens, head_dim]`` of the alignment heads.
         keys: ``[heads, positions, head_dim]`` of a window of audio.
-        length: leading positions that are of the recording.
+        length: number of leading positions that are not padding.
         filter_width: ``SpeechConfig.median_filter_width``.
     """
     total = torch.zeros(queries.shape[1], length)
-    with _one_thread():  # sums of several threads would depend on their number
+    with _one_thread():  # sums over several threads would depend on their number
         for q, k in zip(queries.float(), keys.float(), strict=True):
             weights = (q * q.shape[-1] ** -0.5 @ k.T).softmax(-1)[:, :length]
             std, mean = torch.std_mean(weights, 0, correction=0)
@@ -40,7 +40,7 @@ def token_times(queries: Tensor, keys: Tensor, length: int, filter_width: int) -
 
 
 def alignment_bytes(tokens: int, positions: int) -> int:
-    """Bytes that ``token_times`` takes at most, about."""
+    """Approximate maximum memory of ``token_times`` in bytes."""
     return tokens * positions * (4 * torch.float32.itemsize + 2 * torch.float64.itemsize + 1)
 
 
@@ -55,10 +55,8 @@ def _one_thread() -> Iterator[None]:
 
 
 def _median_filter(x: Tensor, width: int) -> Tensor:
-    """The median of each number and its neighbours in the last dimension, which are mirrored at the ends.
-
-    Numbers that are too few to be mirrored are returned as they are.
-    """
+    """Median filter over the last dimension, with reflection at the ends. Dimensions that are too short for reflection
+    are returned unmodified."""
     half, size = width // 2, x.shape[-1]
     if size <= half:
         return x
@@ -71,10 +69,13 @@ def _median_filter(x: Tensor, width: int) -> Tensor:
 
 
 def _first_columns(costs: np.ndarray) -> np.ndarray:
-    """Dynamic time warping: of the cheapest path from the first to the last element of ``costs`` ``[rows, columns]``
-    float64, by steps to the next row, column, or both, the column at which it enters each row, ``[rows]`` int64.
+    """Dynamic time warping: the column at which the cheapest path enters each row, ``[rows]`` int64.
 
-    Sums are float32, and of equal ones a step to the next column is preferred, as in transformers.
+    The path leads from the first to the last element of ``costs``, with steps to the next row, column, or both. Sums
+    are float32, and of equal sums a step to the next column is preferred, as in transformers.
+
+    Args:
+        costs: ``[rows, columns]`` float64.
     """
     rows, columns = costs.shape
     padded = np.full((rows, columns + rows), np.inf)
@@ -83,7 +84,7 @@ def _first_columns(costs: np.ndarray) -> np.ndarray:
     shape, strides = (rows + columns - 1, rows), (item, (columns + rows - 1) * item)
     diagonals = np.lib.stride_tricks.as_strided(padded, shape, strides, writeable=False)  # [d, i] is costs[i, d - i]
     steps = np.empty(shape, np.int8)  # 0: both, 1: row, 2: column
-    before = np.full(rows + 1, np.inf, np.float32)  # sums of a diagonal, from the border before the first row on
+    before = np.full(rows + 1, np.inf, np.float32)  # sums of a diagonal, with a border before the first row
     last = before.copy()
     before[0] = 0.0
     for d in range(len(diagonals)):

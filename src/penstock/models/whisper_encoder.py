@@ -1,4 +1,4 @@
-"""Whisper's encoder of audio (Radford et al., 2022): two convolutions, and layers that attend in both directions."""
+"""Whisper's audio encoder (Radford et al., 2022): two convolutions, and layers with bidirectional attention."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from penstock.layers.vision import HeadThreads, Linear
 from penstock.quant import PackedMatrix
 
 WIDTH = 3
-"""Frames that a convolution sees."""
+"""Kernel size of the convolutions in frames."""
 EPS = 1e-5
 
 
 class WhisperEncoder:
-    """Computes the hidden states of a window of audio, each window by itself.
+    """Encoder of independent windows of audio.
 
     Args:
-        context: of ``tower_context``.
-        name: of the encoder in the checkpoint.
-        size: of a hidden state.
+        context: result of ``tower_context``.
+        name: name of the encoder in the checkpoint.
+        size: hidden size.
     """
 
     def __init__(self, context: BuildContext, name: str, config: SpeechConfig, size: int) -> None:
@@ -50,7 +50,7 @@ class WhisperEncoder:
 
 
 class _Convolution:
-    """A convolution over time and its activation, as a product with the frames that each output sees."""
+    """A convolution over time with GELU, computed as a matrix product with the frames of each output."""
 
     def __init__(self, context: BuildContext, name: str, inputs: int, outputs: int, stride: int) -> None:
         weight = context.read_weight(f"{name}.weight", outputs, inputs, WIDTH).flatten(1).contiguous()
@@ -66,7 +66,7 @@ class _Convolution:
 
 
 class _Layer:
-    """Attention and MLP, each behind a norm."""
+    """Encoder layer: attention and MLP, with pre-norm."""
 
     def __init__(self, context: BuildContext, name: str, config: SpeechConfig, size: int, threads: HeadThreads) -> None:
         self._heads, self._threads = config.num_heads, threads
@@ -81,7 +81,7 @@ class _Layer:
         self._fc2 = Linear(context, f"{name}.fc2", config.intermediate_size, size)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``[positions, size]`` to the same."""
+        """``[positions, size]`` to ``[positions, size]``."""
         x = x + self._attend(self._attention_norm(x))
         return x + self._fc2(F.gelu(self._fc1(self._mlp_norm(x))))
 
@@ -95,7 +95,8 @@ class _Layer:
 
 
 def largest_activation(config: SpeechConfig, size: int) -> int:
-    """Bytes of the encoder's activations at most, about: float32 frames that convolutions see, or two layers' MLPs."""
+    """Approximate maximum memory of the encoder's activations in bytes: the float32 inputs of the convolutions, or the
+    activations of a layer."""
     frames = config.num_frames * config.num_bins * WIDTH + config.num_positions * size * WIDTH
     layer = config.num_positions * (2 * config.intermediate_size + 6 * size)
     return torch.float32.itemsize * max(frames, layer)

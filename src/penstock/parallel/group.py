@@ -1,7 +1,7 @@
-"""A tensor-parallel group: ranks that split the outputs of a model's matrices among them.
+"""Tensor-parallel groups: ranks that split the outputs of a model's matrices.
 
-Matrices are split by outputs alone (column parallel). Every output is one sum over all inputs on one rank, so that
-results have the same bits at every size.
+Matrices are split by outputs only (column parallel). Every output is one sum over all inputs on one rank, so results
+have the same bits at every size.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch import Tensor
 from penstock.core.errors import invalid
 
 PANEL = 64
-"""Outputs that kernels compute together. Shares are whole panels where there are enough of them."""
+"""Number of outputs that kernels compute together. Shards are whole panels if there are enough of them."""
 FIELD = "tensor_parallel_size"
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The outputs from ``first`` to ``end``, of ``total``, that a rank computes."""
+    """The outputs from ``first`` to ``end``, out of ``total``, that a rank computes."""
 
     first: int
     end: int
     total: int
 
     def __mul__(self, width: int) -> Shard:
-        """The outputs of these heads, ``width`` each."""
+        """The outputs of a shard of heads with ``width`` outputs each."""
         return Shard(self.first * width, self.end * width, self.total * width)
 
     @property
@@ -39,14 +39,14 @@ class Shard:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """``first`` and ``end``, as of ``BuildContext.read_weight``."""
+        """``first`` and ``end``, for ``BuildContext.read_weight``."""
         return self.first, self.end
 
 
 ComputeFn = Callable[[Tensor | None], Tensor]
-"""Computes a rank's part of what is gathered."""
+"""Computes a rank's part of a gathered tensor; the argument is its destination, or None."""
 CombineFn = Callable[[Tensor, Shard], Tensor]
-"""Of all rows, ``[tokens * rows_per_token, columns]``, some columns, and which these are, to ``[tokens, columns]``."""
+"""Function from ``[tokens * rows_per_token, columns]`` to ``[tokens, columns]``, and the indices of these columns."""
 
 
 class Group(ABC):
@@ -60,27 +60,26 @@ class Group(ABC):
     def all_gather(
         self, compute: ComputeFn, rows: int, shard: Shard, dtype: torch.dtype, rows_per_token: int = 1
     ) -> Tensor:
-        """``[rows, shard.size]`` of each rank to ``[rows, shard.total]`` on every rank, which nobody may change.
+        """Gather ``[rows, shard.size]`` of each rank to a read-only ``[rows, shard.total]`` on every rank.
 
         Args:
-            compute: returns this rank's shard. It may be given where to write it.
-            shard: this rank's.
-            rows_per_token: of ``rows``, which in a captured step vary with the tokens.
+            compute: returns this rank's shard; if a destination is given, it also writes the shard there.
+            shard: columns of this rank.
+            rows_per_token: number of rows per token. In a captured step the number of tokens varies.
         """
 
     @abstractmethod
     def gather_rows(
         self, compute: ComputeFn, ids: Tensor, shard: Shard, width: int, dtype: torch.dtype, rows_per_token: int = 1
     ) -> Tensor:
-        """``[rows, width]``, of which each rank computes some rows, to all of them on every rank, which nobody may
-        change.
+        """Gather ``[rows, width]``, of which each rank computes some rows, to a read-only tensor on every rank.
 
         Args:
-            compute: writes this rank's rows to where it is told, and leaves the others as they are. With None it
-                returns all rows, which are then all this rank's.
+            compute: writes this rank's rows to the destination, and leaves the others unmodified. Without a destination
+                it returns all rows, which are then all of this rank.
             ids: ``[rows]`` int64.
-            shard: ids whose rows are this rank's.
-            rows_per_token: as of ``all_gather``.
+            shard: ids whose rows this rank computes.
+            rows_per_token: see ``all_gather``.
         """
 
     def combine_rows(
@@ -93,21 +92,21 @@ class Group(ABC):
         rows_per_token: int,
         combine: CombineFn,
     ) -> Tensor:
-        """``[tokens, width]`` on every rank, which nobody may change: what ``combine`` makes of the rows of each token.
-        Here every rank combines all columns.
+        """Gather the rows of all ranks, and combine those of each token to a read-only ``[tokens, width]`` on every
+        rank. In this class every rank combines all columns.
 
         Args:
-            compute, ids, shard, width, dtype, rows_per_token: as of ``gather_rows``.
-            combine: called with some or all columns, of which ranks may compute others.
+            compute, ids, shard, width, dtype, rows_per_token: see ``gather_rows``.
+            combine: called with the columns that this rank combines.
         """
         return combine(self.gather_rows(compute, ids, shard, width, dtype, rows_per_token), Shard(0, width, width))
 
     @abstractmethod
     def step(self) -> AbstractContextManager[None]:
-        """Around all that ranks compute together, one step after the other. An error in one rank's step is an error
-        in all ranks'.
+        """Context manager around the computation of one step, which all ranks run together. If the step fails on one
+        rank, it fails on all.
 
-        Raises ``RankFailedError`` where the step has failed on another rank.
+        Raises ``RankFailedError`` if the step has failed on another rank.
         """
 
 
@@ -116,7 +115,7 @@ class RankFailedError(RuntimeError):
 
 
 class SingleRank(Group):
-    """A group of one; or the place of a rank in a group, for ``shard_outputs`` and ``shard_heads``."""
+    """A group of one rank. With other arguments: a rank's position in a group, for ``shard_outputs`` etc."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         super().__init__(rank, size)
@@ -139,9 +138,9 @@ SINGLE_RANK = SingleRank()
 
 
 def shard_outputs(group: Group, total: int) -> Shard:
-    """A rank's shard of a matrix's outputs, or of a vocabulary.
+    """A rank's shard of the outputs of a matrix, or of a vocabulary.
 
-    Raises ``PenstockError`` (``invalid``) where there are fewer than ranks.
+    Raises ``PenstockError`` (``invalid``) for fewer outputs than ranks.
     """
     if total < group.size:
         raise invalid(FIELD, f"{group.size} ranks cannot share {total} outputs", total)
@@ -152,10 +151,10 @@ def shard_outputs(group: Group, total: int) -> Shard:
 
 
 def shard_heads(group: Group, num_heads: int, num_kv_heads: int) -> tuple[Shard, Shard]:
-    """A rank's shard of attention heads: queries, and the keys and values that they attend to. Where there are fewer
-    of the latter than ranks, several ranks keep the same ones.
+    """A rank's shards of the query heads, and of the key and value heads that they attend to. With fewer key and value
+    heads than ranks, several ranks have the same one.
 
-    Raises ``PenstockError`` (``invalid``) where no such shards are equal.
+    Raises ``PenstockError`` (``invalid``) if heads cannot be split evenly.
     """
     rank, size = group.rank, group.size
     if size <= num_kv_heads:
@@ -163,7 +162,7 @@ def shard_heads(group: Group, num_heads: int, num_kv_heads: int) -> tuple[Shard,
         queries = num_heads // num_kv_heads
         return Shard(first * queries, end * queries, num_heads), Shard(first, end, num_kv_heads)
     if size % num_kv_heads or num_heads % size:
-        message = f"{size} ranks cannot share {num_heads} heads, {num_heads // num_kv_heads} to a key and value"
+        message = f"{size} ranks cannot share {num_heads} query heads and {num_kv_heads} key and value heads evenly"
         raise invalid(FIELD, message, size)
     first = rank * num_kv_heads // size
     queries = num_heads // size

@@ -1,22 +1,22 @@
-"""Messages over a TCP connection to a rank of another host."""
+"""Messages over a TCP connection to a rank on another host."""
 
 from __future__ import annotations
 
 import socket
 
 HEADER = 8
-"""Bytes of a message's length, which precedes it, little-endian."""
+"""Size in bytes of the length, little-endian, that precedes a message."""
 
 
 class SocketLink:
-    """A ``Sender`` and ``Receiver`` of hidden states. It waits as long as the connection is there: the executor ends
-    ranks whose step takes too long.
+    """A ``Sender`` and ``Receiver`` of hidden states. It waits without a timeout, because the executor terminates ranks
+    whose step takes too long.
 
     Args:
-        descriptor: of a connected socket, which is this object's from now on.
-        peer: whom it leads to, for errors.
+        descriptor: file descriptor of a connected socket. This object becomes its owner.
+        peer: name of the other side, for errors.
 
-    Both methods raise ``ConnectionError`` where the connection is lost.
+    Both methods raise ``ConnectionError`` if the connection is lost.
     """
 
     def __init__(self, descriptor: int, peer: str) -> None:
@@ -29,7 +29,7 @@ class SocketLink:
             self._socket.sendall(len(message).to_bytes(HEADER, "little"))
             self._socket.sendall(message)
         except OSError as error:
-            raise ConnectionError(f"the link to {self._peer} is lost: {error.strerror or error}") from error
+            raise self._lost(error.strerror or error) from error
 
     def receive(self) -> bytes:
         return bytes(self._read(int.from_bytes(self._read(HEADER), "little")))
@@ -41,8 +41,11 @@ class SocketLink:
             try:
                 count = self._socket.recv_into(left)
             except OSError as error:
-                raise ConnectionError(f"the link to {self._peer} is lost: {error.strerror or error}") from error
+                raise self._lost(error.strerror or error) from error
             if not count:
-                raise ConnectionError(f"the link to {self._peer} is lost: it was closed")
+                raise self._lost("it was closed")
             left = left[count:]
         return result
+
+    def _lost(self, reason: object) -> ConnectionError:
+        return ConnectionError(f"the link to {self._peer} is lost: {reason}")

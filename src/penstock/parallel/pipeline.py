@@ -1,7 +1,7 @@
 """Pipeline parallelism: stages that compute consecutive layers, each step one stage after the other.
 
-A stage sends the residual stream after its last layer to the next one, which therefore computes the same bits as a
-single stage would (GPipe, Huang et al., 2019, without micro-batches of one step: other steps fill the stages).
+A stage sends the residual stream after its last layer to the next one, so results have the same bits as with a single
+stage (GPipe, Huang et al., 2019, but with several steps in the stages instead of micro-batches of one step).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from .group import RankFailedError
 
 FAILED, NO_TOKENS = b"", b"\0"
-"""Sent in place of hidden states: by a stage whose step has failed, and in a step that computes no tokens."""
+"""Messages in place of hidden states: the step has failed, and the step computes no tokens."""
 
 
 class Sender(Protocol):
@@ -25,19 +25,19 @@ class Sender(Protocol):
 
 class Receiver(Protocol):
     def receive(self) -> bytes:
-        """The next message; waits for it."""
+        """Wait for the next message."""
         ...
 
 
 class PipelineStage:
-    """One rank's view of the pipeline. A rank is connected to the ranks of the previous and the next stage that have
-    the same number in their tensor-parallel groups, and sends one message a step.
+    """One rank's view of the pipeline. It is connected to the ranks of the previous and the next stage with the same
+    tensor-parallel rank, and sends one message per step.
 
     Args:
-        rank: of this stage.
+        rank: index of this stage.
         size: number of stages.
-        previous: where the stage before this one sends to; None for the first.
-        following: what the stage after this one receives from; None for the last.
+        previous: receives from the previous stage; None for the first stage.
+        following: sends to the next stage; None for the last stage.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class PipelineStage:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Context manager around one step of this stage. It sends the hidden states at the end. If the step fails, so
-        does the next stage's. The previous stage's message is received in any case."""
+        """Context manager around one step of this stage. At the end it sends the hidden states, or, if the step failed,
+        a message that fails the next stage's step. The previous stage's message is received in any case."""
         self._received, self._outgoing = False, FAILED
         try:
             yield
@@ -75,9 +75,9 @@ class PipelineStage:
                 self._following.send(self._outgoing)
 
     def receive(self, width: int, dtype: torch.dtype) -> Tensor:
-        """``[tokens, width]``: what the previous stage has sent in this step; waits for it.
+        """Wait for the hidden states of the previous stage in this step, ``[tokens, width]``.
 
-        Raises ``RankFailedError`` where the step has failed there.
+        Raises ``RankFailedError`` if the step has failed there.
         """
         return torch.frombuffer(bytearray(self._receive()), dtype=dtype).view(-1, width)
 
@@ -86,7 +86,7 @@ class PipelineStage:
         self._outgoing = hidden.contiguous().cpu().view(torch.uint8).numpy().tobytes()
 
     def pass_on(self) -> None:
-        """In place of ``receive`` and ``send``, in a step that computes no tokens. Raises as ``receive``."""
+        """Run a step without tokens, instead of ``receive`` and ``send``. Raises as ``receive``."""
         if self._previous:
             self._receive()
         self._outgoing = NO_TOKENS

@@ -1,5 +1,5 @@
-"""A group of ranks. What they gather lies in memory that all ranks of a host map, into which kernels write their
-outputs: gathering is a barrier, and no copy. Between hosts each rank's outputs are sent over TCP within the barrier."""
+"""A group of ranks that gather outputs in shared memory. Kernels write their outputs into memory that all ranks of a
+host map, so gathering is a barrier without copies. Outputs are sent to other hosts over TCP within the barrier."""
 
 from __future__ import annotations
 
@@ -22,35 +22,39 @@ from penstock.ops.cpu import graph
 from .group import ComputeFn, Group, RankFailedError, Shard
 
 CAPACITY = 2**36
-"""Bytes of address space for what is gathered. A page takes memory from its first write on."""
+"""Address space for gathered tensors, in bytes. A page takes memory from its first write on."""
 SPINS = 2000
 """Iterations of the busy wait for another rank, some 30 microseconds, before this one sleeps on a futex."""
-PATIENCE = 3600.0
-"""Timeout of a barrier, seconds. The executor ends ranks that hang long before it."""
-LINE = 4096
-"""Alignment of buffers, bytes: a page. The first page holds the ranks' barrier state."""
+TIMEOUT = 3600.0
+"""Timeout of a barrier in seconds. The executor terminates ranks that hang long before it."""
+PAGE = 4096
+"""Size of a page, the alignment of buffers in bytes. The first page has the ranks' barrier state."""
 
 
 def create_memory(stages: int = 1) -> int:
-    """Memory for the group of each pipeline stage: a file descriptor, which all ranks' processes inherit."""
+    """Create the memory of the groups of all pipeline stages. Returns a file descriptor, which all ranks inherit."""
     descriptor = os.memfd_create("penstock-group", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, stages * CAPACITY)
     return descriptor
 
 
-Place = tuple[int, int, int]
-"""How far a rank has come: its step, its stage, and how many of the step's barriers. The least is the slowest rank's: a
-stage that waits for the one before is in the same step, and what it has done of it does not count."""
+RankProgress = tuple[int, int, int]
+"""Progress of a rank: its step, its stage, and the number of barriers in that step. The smallest is that of the slowest
+rank: a stage that waits for the previous one is in the same step, and its barriers do not count."""
 
 
-def places(descriptor: int, ranks: Iterable[tuple[int, int]]) -> list[Place]:
-    """The place of each of some ranks of this host, given by stage and number within it."""
-    found = []
+def rank_progress(descriptor: int, ranks: Iterable[tuple[int, int]]) -> list[RankProgress]:
+    """Progress of some ranks on this host.
+
+    Args:
+        ranks: stage of each rank, and its index in the group of that stage.
+    """
+    progress = []
     for stage, rank in ranks:
-        with mmap.mmap(descriptor, LINE, prot=mmap.PROT_READ, offset=stage * CAPACITY) as memory:
-            place = int(np.frombuffer(memory[:], np.uint64)[rank * _kernels.Group.RANK_BYTES // 8])
-        found.append((place >> _kernels.Group.STEP_BITS, stage, place % 2**_kernels.Group.STEP_BITS))
-    return found
+        with mmap.mmap(descriptor, PAGE, prot=mmap.PROT_READ, offset=stage * CAPACITY) as memory:
+            state = int(np.frombuffer(memory[:], np.uint64)[rank * _kernels.Group.RANK_BYTES // 8])
+        progress.append((state >> _kernels.Group.STEP_BITS, stage, state % 2**_kernels.Group.STEP_BITS))
+    return progress
 
 
 @dataclass(frozen=True)
@@ -61,21 +65,19 @@ class PeerLink:
     """File descriptor of the socket."""
     rank: int
     sends: bool
-    """Whether this rank's parts go to that one."""
+    """True if this rank sends its outputs to that rank."""
     receives: bool
-    """Whether that one's parts come to this one, and so to all ranks of this host."""
+    """True if this rank receives that rank's outputs, for all ranks of this host."""
 
 
 class SharedMemoryGroup(Group):
-    """A ``Group`` over ``create_memory``.
+    """A ``Group`` in the memory of ``create_memory``. Barriers raise ``ConnectionError`` if a link is lost.
 
     Args:
-        patience: seconds that a rank is waited for.
-        spins: 0 where ranks share cores.
-        stage: of the pipeline.
-        links: to ranks of other hosts.
-
-    Where such a link is lost, waiting raises ``ConnectionError``.
+        timeout: timeout of a barrier in seconds.
+        spins: iterations of the busy wait (``SPINS``); 0 for ranks that share cores.
+        stage: index of the pipeline stage.
+        links: connections to ranks on other hosts.
     """
 
     def __init__(
@@ -83,22 +85,22 @@ class SharedMemoryGroup(Group):
         descriptor: int,
         rank: int,
         size: int,
-        patience: float = PATIENCE,
+        timeout: float = TIMEOUT,
         spins: int = SPINS,
         stage: int = 0,
         links: Iterable[PeerLink] = (),
     ) -> None:
         super().__init__(rank, size)
         self._memory = np.frombuffer(mmap.mmap(descriptor, CAPACITY, offset=stage * CAPACITY), np.uint8)
-        self.native = _kernels.Group(self._memory.ctypes.data, rank, size, spins, patience)
+        self.native = _kernels.Group(self._memory.ctypes.data, rank, size, spins, timeout)
         self._spans_hosts = False
         for link in links:
             self.native.connect(link.socket, link.rank, link.sends, link.receives, CAPACITY)
             self._spans_hosts = True
-        self._allocated = self._graphs_end = LINE
+        self._allocated = self._graphs_end = PAGE
         self._steps = 0
         self._buffers = _Buffers(self._allocate)
-        self._of_graphs: weakref.WeakKeyDictionary[graph.Arena, _Buffers] = weakref.WeakKeyDictionary()
+        self._graph_buffers: weakref.WeakKeyDictionary[graph.Arena, _Buffers] = weakref.WeakKeyDictionary()
 
     def all_gather(
         self, compute: ComputeFn, rows: int, shard: Shard, dtype: torch.dtype, rows_per_token: int = 1
@@ -144,14 +146,14 @@ class SharedMemoryGroup(Group):
         self._buffers.recycle()
 
     def _forget_buffers(self) -> None:
-        """After a step that failed, in which ranks have come to different buffers."""
+        """Drop all buffers after a failed step, in which ranks may have taken different ones."""
         self._buffers, self._allocated = _Buffers(self._allocate), self._graphs_end
 
     def _current_buffers(self) -> _Buffers:
         arena = graph.current_arena()
         if arena is None:
             return self._buffers
-        return self._of_graphs.setdefault(arena, _Buffers(self._allocate_for_graph))
+        return self._graph_buffers.setdefault(arena, _Buffers(self._allocate_for_graph))
 
     def _empty(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         memory = self._current_buffers().take(prod(shape) * dtype.itemsize)
@@ -159,9 +161,9 @@ class SharedMemoryGroup(Group):
 
     def _allocate(self, size: int) -> np.ndarray:
         first = self._allocated
-        self._allocated += -(-size // LINE) * LINE
+        self._allocated += -(-size // PAGE) * PAGE
         if self._allocated > CAPACITY:
-            raise MemoryError(f"ranks have no {size} bytes left to share")
+            raise MemoryError(f"the shared memory of the ranks ({CAPACITY} bytes) has no {size} bytes left")
         return self._memory[first : first + size]
 
     def _allocate_for_graph(self, size: int) -> np.ndarray:
@@ -171,9 +173,8 @@ class SharedMemoryGroup(Group):
 
 
 class _Buffers:
-    """Buffers that are used again, but only after the barrier that follows their last use: until then another rank
-    may be reading. All ranks ask for the same sizes in the same order, so that a buffer lies at the same place in all.
-    """
+    """Pool of buffers. A buffer is reused only after the barrier that follows its last use, since another rank may read
+    it until then. All ranks take the same sizes in the same order, so a buffer has the same offset on all ranks."""
 
     def __init__(self, allocate: Callable[[int], np.ndarray]) -> None:
         self._allocate = allocate
@@ -181,15 +182,15 @@ class _Buffers:
         self._unused: list[np.ndarray] = []
 
     def take(self, size: int) -> np.ndarray:
-        """``[size]`` uint8, which comes back when its last reference goes."""
-        room = 1 << max(size - 1, 0).bit_length()  # so that steps of many sizes use the same ones
-        memory = self._free[room].pop() if self._free[room] else self._allocate(room)
+        """Take a buffer, ``[size]`` uint8. It returns to the pool with its last reference."""
+        capacity = 1 << max(size - 1, 0).bit_length()  # steps of different sizes share buffers
+        memory = self._free[capacity].pop() if self._free[capacity] else self._allocate(capacity)
         view = memory[:size]
         weakref.finalize(view, self._unused.append, memory)
         return view
 
     def recycle(self) -> None:
-        """After a barrier."""
+        """Make returned buffers available, after a barrier."""
         while self._unused:
             memory = self._unused.pop(0)
             self._free[len(memory)].append(memory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from penstock.checkpoint.engine_config import DECIDED, engine_config_of
+from penstock.checkpoint.engine_config import FIXED_OPTIONS, engine_config_of
 from penstock.checkpoint.sentence_transformers import read_dense_modules
 from penstock.config.options import EngineOptions
 from penstock.config.speculative import SpeculativeConfig
@@ -37,7 +37,7 @@ def checked_options(options: EngineOptions, config: ModelConfig, folder: Path) -
     if config.speech:
         options = speech_options(options, config)
     if built := engine_config_of(config.raw, folder):
-        built.check(folder, {name: getattr(options, name) for name in DECIDED})
+        built.check(folder, {name: getattr(options, name) for name in FIXED_OPTIONS})
     speculative = SpeculativeConfig.read(options.speculative_config)
     if speculative and speculative.method != "ngram" and options.pipeline_parallel_size > 1:
         words = "pipeline_parallel_size allows the method ngram only, no draft model, MTP layers or heads"

@@ -91,12 +91,12 @@ class LocalRanks:
                 os.close(each.descriptor)
 
     def places(self) -> list[tuple[int, int, int]]:
-        """How far each rank has come (``penstock.parallel.shared_memory.Place``)."""
+        """How far each rank has come (``penstock.parallel.shared_memory.RankProgress``)."""
         if self._memory is None:
             return [(0, 0, 0)]
-        from penstock.parallel.shared_memory import places
+        from penstock.parallel.shared_memory import rank_progress
 
-        return places(self._memory, [(info.stage, info.rank) for info in self._infos])
+        return rank_progress(self._memory, [(info.stage, info.rank) for info in self._infos])
 
     def kill(self) -> None:
         """End all processes at once."""

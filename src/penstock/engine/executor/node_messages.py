@@ -71,7 +71,7 @@ class GetPlaces(msgspec.Struct, tag=True, frozen=True):
 
 
 class Places(msgspec.Struct, tag=True, frozen=True):
-    """The answer to ``GetPlaces``, for each rank of the node (``penstock.parallel.shared_memory.places``)."""
+    """The answer to ``GetPlaces``, for each rank of the node (``penstock.parallel.shared_memory.rank_progress``)."""
 
     places: list[tuple[int, int, int]]
 

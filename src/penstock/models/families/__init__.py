@@ -1,1 +1,1 @@
-"""Families of models: each module has one or more ``Family``, and is found by its place. No torch."""
+"""Families of models. Every ``Family`` in a module of this package is registered. No torch."""

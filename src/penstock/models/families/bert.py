@@ -1,5 +1,5 @@
 """BERT (Devlin et al., 2019), RoBERTa (Liu et al., 2019) and XLM-RoBERTa (Conneau et al., 2020): learned positions,
-token types, and a norm after each sum."""
+token types, post-norm."""
 
 from penstock.checkpoint.encoders import SUFFIXES, encoder_fields
 from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
@@ -9,19 +9,19 @@ from ..registry import Family, imported
 from ..stored import Stored
 
 PROJECTIONS = {"q_proj": "self.query", "k_proj": "self.key", "v_proj": "self.value", "o_proj": "output.dense"}
-"""Of attention, by the names that layers ask for."""
+"""Projections of attention: name in layers → name in the checkpoint."""
 
 
 def read_config(raw: ConfigJson) -> ModelConfig:
     if raw.get("is_decoder") or raw.get("add_cross_attention"):
-        raise PenstockError(Code.UNSUPPORTED, "BERT as a decoder (is_decoder)", "model")
+        raise PenstockError(Code.UNSUPPORTED, "BERT as a decoder (is_decoder) is not supported", "model")
     if (kind := raw.get("position_embedding_type") or "absolute") != "absolute":
         raise PenstockError(Code.UNSUPPORTED, f"position_embedding_type {kind!r:.40}; absolute is supported", "model")
     return read_bert_config(raw)
 
 
 def read_bert_config(raw: ConfigJson) -> ModelConfig:
-    """The names that BERT and its successors share."""
+    """The configuration of BERT, RoBERTa and GTE."""
     eps = float(raw.get("layer_norm_eps") or 1e-12)
     return dense_config(
         raw, **encoder_fields(raw), rms_norm_eps=eps, options=options_of({"hidden_act": "gelu", **raw}, gated_mlp=False)
@@ -29,7 +29,7 @@ def read_bert_config(raw: ConfigJson) -> ModelConfig:
 
 
 def find_stored(config: ModelConfig, name: str) -> Stored:
-    """``Family.find_stored``."""
+    """See ``Family.find_stored``."""
     parent, _, last = name.rpartition(".")
     return Stored(f"{parent}.{PROJECTIONS[last]}" if last in PROJECTIONS else name)
 

@@ -1,5 +1,5 @@
-"""Command R and Command A (Cohere, 2024 and 2025): layer norms without bias, attention and MLP side by side, neighbours
-in a head rotated, scaled logits; Command A with windows, and rotary positions in windowed layers only."""
+"""Command R and Command A (Cohere, 2024 and 2025): layer norms without bias, parallel attention and MLP, interleaved
+RoPE, scaled logits. Command A: sliding windows, and rotary embedding only in layers with a window."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def read_cohere(raw: ConfigJson, rope_layers: tuple[bool, ...] = (), **overrides
         raw,
         norm=NormOptions("layer"),
         layer_norms=LAYER_NORMS,
-        qk_norm=QKNormOptions(weight="own"),
+        qk_norm=QKNormOptions(weight="per_head"),
         parallel_residual=True,
         rope_interleaved=True,
         rope_layers=rope_layers,

@@ -1,5 +1,5 @@
-"""DeepSeek-V2 (DeepSeek-AI, 2024), DeepSeek-V3 and R1 (2024, 2025): multi-head latent attention and
-mixture of experts. Kimi-K2 is a V3."""
+"""DeepSeek-V2 (DeepSeek-AI, 2024), DeepSeek-V3 and R1 (2024, 2025): multi-head latent attention and mixture of experts.
+Kimi-K2 has the architecture of V3."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""ERNIE 4.5 (Baidu, 2025), dense: Llama with neighbours in a head rotated."""
+"""ERNIE 4.5 (Baidu, 2025), dense: Llama with interleaved RoPE."""
 
 import re
 
@@ -8,7 +8,7 @@ from ..registry import Family
 from ..stored import Stored
 
 MTP_MODULES = {"enorm": "mtp_emb_norm", "hnorm": "mtp_hidden_norm", "eh_proj": "mtp_linear_proj"}
-"""Modules of an MTP layer besides its block, under DeepSeek's names."""
+"""Modules of an MTP layer outside of its block: DeepSeek's name → name in the checkpoint."""
 
 
 def read_config(raw: ConfigJson) -> ModelConfig:
@@ -18,7 +18,7 @@ def read_config(raw: ConfigJson) -> ModelConfig:
 
 
 def find_mtp(config: ModelConfig, name: str) -> Stored:
-    """Where a module lies: those of MTP layers have names of their own, and their last norm is the model's."""
+    """``Family.find_stored``: modules of MTP layers have separate names; their last norm is that of the model."""
     match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
     if not match or (head := int(match[1]) - config.num_layers) < 0:
         return Stored(name)

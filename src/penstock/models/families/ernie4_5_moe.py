@@ -1,4 +1,4 @@
-"""ERNIE 4.5 (Baidu, 2025) with experts: a bias for the choice of softmax scores, and experts that every token has."""
+"""ERNIE 4.5 (Baidu, 2025), mixture of experts: softmax scores, a bias for the choice of experts, shared experts."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from . import ernie4_5
 
 def read_config(raw: ConfigJson) -> ModelConfig:
     if raw.get("use_bias"):
-        raise PenstockError(Code.UNSUPPORTED, "use_bias, which gives the language model head a bias", "model")
+        raise PenstockError(Code.UNSUPPORTED, "use_bias (a bias of the language model head) is not supported", "model")
     num_experts, size = int(raw["moe_num_experts"]), int(raw["moe_intermediate_size"])
     min_sum = float(raw.get("moe_norm_min") or 1e-12)
     config = ernie4_5.read_config(raw)

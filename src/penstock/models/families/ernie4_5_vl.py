@@ -1,5 +1,5 @@
-"""ERNIE 4.5 VL (Baidu, 2025): ERNIE 4.5 with experts of its own for the tokens of images, and M-RoPE in which height
-and width take turns."""
+"""ERNIE 4.5 VL (Baidu, 2025): ERNIE 4.5 with separate experts for image tokens, and M-RoPE with alternating height and
+width."""
 
 from dataclasses import replace
 
@@ -12,14 +12,14 @@ from ..registry import Family, imported
 from . import ernie4_5
 
 EPS = 1e-6
-"""Of the encoder's norms."""
+"""Epsilon of the encoder's norms."""
 ACTIVATION = "quick_gelu"
 FRAMES = 2
-"""That share features; an image is repeated."""
+"""Number of frames that share features. An image is repeated to that number."""
 
 
 def read_vision_config(raw: ConfigJson) -> VisionConfig:
-    """Read ``vision_config``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is wrong."""
+    """Read ``vision_config``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` if it is invalid."""
     vision = raw["vision_config"]
     size = int(vision.get("hidden_size", 1280))
     config = VisionConfig(
@@ -34,25 +34,25 @@ def read_vision_config(raw: ConfigJson) -> VisionConfig:
         theta=rope_theta(vision),
     )
     if size % (4 * config.heads):
-        raise ValueError(f"vision_config has {config.heads} heads of {size} elements")
+        raise ValueError(f"hidden_size of vision_config is {size}; it must be a multiple of 4 x {config.heads} heads")
     if vision.get("hidden_act", ACTIVATION) != ACTIVATION or int(vision.get("temporal_merge_size", FRAMES)) != FRAMES:
-        raise ValueError("vision_config has another hidden_act or temporal_merge_size")
+        raise ValueError(f"vision_config must have hidden_act {ACTIVATION} and temporal_merge_size {FRAMES}")
     if float(vision.get("rms_norm_eps", EPS)) != EPS:
-        raise ValueError(f"vision_config has another rms_norm_eps than {EPS}")
+        raise ValueError(f"rms_norm_eps of vision_config must be {EPS}")
     return config
 
 
 def read_config(raw: ConfigJson) -> ModelConfig:
     if raw.get("use_bias"):
-        raise PenstockError(Code.UNSUPPORTED, "use_bias, which gives the language model head a bias", "model")
+        raise PenstockError(Code.UNSUPPORTED, "use_bias (a bias of the language model head) is not supported", "model")
     config = with_mrope(ernie4_5.read_config(raw), (22, 22, 20))
     rope = {**config.rope_parameters, "rope_type": "default"}
     if rope["mrope_section"][0] != rope["mrope_section"][1]:
-        raise ValueError(f"mrope_section is {rope['mrope_section']}, and height and width take turns")
+        raise ValueError(f"mrope_section is {rope['mrope_section']}; the sections of height and width must be equal")
     layers, num_experts = int(raw["num_hidden_layers"]), int(raw.get("moe_num_experts") or 64)
     kinds = raw.get("mlp_layer_types") or ["dense"] + ["sparse"] * (layers - 1)
     if len(kinds) != layers:
-        raise ValueError(f"mlp_layer_types has {len(kinds)} of {layers} layers")
+        raise ValueError(f"mlp_layer_types has {len(kinds)} entries for {layers} layers")
     size, vision_size = map(int, raw.get("moe_intermediate_size") or (1536, 512))
     shared = raw.get("moe_num_shared_experts")
     top_k, min_sum = int(raw.get("moe_k") or 6), float(raw.get("moe_norm_min") or 1e-12)
@@ -68,7 +68,7 @@ def read_config(raw: ConfigJson) -> ModelConfig:
     )
     vision = read_vision_config(raw)
     merged = vision.size * vision.merge_size**2
-    weights = vision.weights() + 4 * merged**2  # of the resampler
+    weights = vision.weights() + 4 * merged**2  # the latter is the resampler
     return replace(config, rope_parameters=rope, experts=experts, vision_weights=weights)
 
 

@@ -1,5 +1,5 @@
-"""EXAONE 4 (LG AI Research, 2025): norms behind attention and MLP, q/k norms, windows in three layers of four, and then
-rotary positions in windowed layers only."""
+"""EXAONE 4 (LG AI Research, 2025): post-norm, q/k norms, sliding windows in three of four layers. Models with windows
+have rotary embedding only in layers with a window."""
 
 from penstock.checkpoint.decoder_options import LayerNorms
 from penstock.checkpoint.model_config import (
@@ -17,7 +17,7 @@ LAYER_NORMS = LayerNorms(None, "post_attention_layernorm", None, "post_feedforwa
 
 def read_config(raw: ConfigJson) -> ModelConfig:
     pattern = raw.get("sliding_window_pattern", 4)
-    if isinstance(pattern, str):  # as LLLG
+    if isinstance(pattern, str):  # "LLLG"
         pattern = pattern.find("G") + 1
     windows = sliding_windows_by_pattern(raw, int(pattern or 0))
     rope = tuple(map(bool, windows)) if raw.get("sliding_window") else ()

@@ -1,6 +1,6 @@
-"""Gemma (Gemma Team, 2024 and 2025): RMS norms by 1 + weight before and behind attention and MLP, GEGLU, a scaled
-embedding; Gemma 2 with soft caps and windows in every second layer; Gemma 3 with q/k norms, windows in five layers of
-six, and rotary positions with another base there."""
+"""Gemma (Gemma Team, 2024 and 2025): RMS norms with 1 + weight, GEGLU, a scaled embedding. Gemma 2: pre-norm and
+post-norm, soft caps, sliding windows in every second layer. Gemma 3: q/k norms, sliding windows in five of six layers,
+with another RoPE base there."""
 
 from typing import Any
 
@@ -20,8 +20,7 @@ from ..registry import Family
 
 NORM = NormOptions(unit_offset=True)
 TANH = "gelu_pytorch_tanh"
-"""Activation of all published models. The files of the first Gemma name it ``gelu``; Gemma 2 and 3 mean what they
-say."""
+"""Activation of all published models. Files of the first Gemma call it ``gelu``; in Gemma 2 and 3 ``gelu`` is GELU."""
 LAYER_NORMS = LayerNorms(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
@@ -38,10 +37,10 @@ def read_gemma(raw: ConfigJson) -> ModelConfig:
 
 
 def _windowed_options(raw: ConfigJson) -> DecoderOptions:
-    """What Gemma 2 and 3 have in common."""
+    """Options of Gemma 2 and 3."""
     scale = float(raw.get("query_pre_attn_scalar") or 256)
     if scale <= 0:
-        raise invalid("model", f"query_pre_attn_scalar is {scale}, and must be positive")
+        raise invalid("model", f"query_pre_attn_scalar is {scale}; it must be positive")
     return _options(
         raw,
         str(raw.get("hidden_activation") or TANH),
@@ -62,7 +61,7 @@ def read_gemma3(raw: ConfigJson) -> ModelConfig:
         sliding_windows=sliding_windows_by_pattern(raw, int(raw.get("sliding_window_pattern") or 6)),
         qk_norm=True,
         local_rope_parameters=local_rope_parameters_of(raw),
-        # its attention has no soft cap, whatever config.json says, as in transformers
+        # attention has no soft cap, even if config.json has one, as in transformers
         options=_windowed_options({**raw, "attn_logit_softcapping": None}),
     )
 

@@ -1,5 +1,4 @@
-"""GLM-4 (Zhipu AI, 2024 and 2025): neighbours of a head's first half rotated, a fused MLP; later with norms behind
-attention and MLP, too."""
+"""GLM-4 (Zhipu AI, 2024 and 2025): interleaved partial RoPE, a fused MLP; Glm4ForCausalLM also has post-norm."""
 
 from penstock.checkpoint.decoder_options import LayerNorms
 from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of

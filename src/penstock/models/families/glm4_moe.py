@@ -1,4 +1,4 @@
-"""GLM-4.5 and GLM-4.6 (Zhipu AI, 2025): half of each head rotated, and DeepSeek-V3's experts."""
+"""GLM-4.5 and GLM-4.6 (Zhipu AI, 2025): partial RoPE (half of each head), and DeepSeek-V3's experts."""
 
 from penstock.checkpoint.experts_config import read_deepseek_experts
 from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of

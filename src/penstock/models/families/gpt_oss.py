@@ -1,4 +1,5 @@
-"""gpt-oss (OpenAI, 2025): attention sinks, windows in every second layer, biases, and experts with a clamped SwiGLU."""
+"""gpt-oss (OpenAI, 2025): attention sinks, sliding windows in every second layer, biases, experts with clamped
+SwiGLU."""
 
 from penstock.checkpoint.experts_config import FusedLayout, read_experts
 from penstock.checkpoint.model_config import (
@@ -13,13 +14,13 @@ from penstock.core import Code, PenstockError
 from ..registry import Family
 
 CLAMP = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
-"""Numbers of ``ops.activations.swigluoai``, by their names in ``config.json``."""
+"""Constants of ``ops.activations.swigluoai``, by field of ``config.json``."""
 
 
 def read_config(raw: ConfigJson) -> ModelConfig:
     for name, known in CLAMP.items():
         if (value := float(raw.get(name) or known)) != known:
-            raise PenstockError(Code.UNSUPPORTED, f"{name} {value} in config.json: {known} is supported", "model")
+            raise PenstockError(Code.UNSUPPORTED, f"{name} in config.json is {value}; {known} is supported", "model")
     layers = int(raw["num_hidden_layers"])
     windows = sliding_windows_by_layer_types(raw, layers)
     if windows is None:

@@ -1,4 +1,4 @@
-"""Granite 3 (IBM, 2024): Llama with factors of embedding, attention, residual stream and logits; dense or with
+"""Granite 3 (IBM, 2024): Llama with scales of embedding, attention, residual stream and logits; dense or mixture of
 experts."""
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""Hunyuan (Tencent, 2025): Llama with norms on rotated queries and keys, and a base of the rotary positions that a
-factor stretches; dense, or with experts and one that every token has."""
+"""Hunyuan (Tencent, 2025): Llama with q/k norms after RoPE, and a RoPE base that is scaled by ``alpha``; dense, or
+mixture of experts with a shared expert."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from ..registry import Family
 from ..stored import Stored
 
 NAMES = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}
-"""Of norms in the checkpoint."""
+"""Norms: name in layers → name in the checkpoint."""
 
 
 def read_config(raw: ConfigJson) -> ModelConfig:
@@ -32,7 +32,7 @@ def read_config(raw: ConfigJson) -> ModelConfig:
 def read_moe_config(raw: ConfigJson) -> ModelConfig:
     for name in ("use_cla", "moe_layer_num_skipped"):
         if raw.get(name):
-            raise PenstockError(Code.UNSUPPORTED, f"{name} in config.json", "model")
+            raise PenstockError(Code.UNSUPPORTED, f"{name} in config.json is not supported", "model")
     num_experts, top_k = _same_in_all_layers(raw, "num_experts"), _same_in_all_layers(raw, "moe_topk")
     size = int(raw["intermediate_size"])
     experts = ExpertsConfig(
@@ -48,16 +48,17 @@ def read_moe_config(raw: ConfigJson) -> ModelConfig:
 
 
 def _same_in_all_layers(raw: ConfigJson, name: str) -> int:
-    """A number that may be given for each layer; 1 where it is not given."""
+    """A number that may be a list with a value per layer; 1 if absent."""
     value = raw.get(name) or 1
     values = {int(each) for each in (value if isinstance(value, list) else [value])}
     if len(values) > 1:
-        raise PenstockError(Code.UNSUPPORTED, f"{name} in config.json differs between layers", "model")
+        message = f"{name} in config.json differs between layers, which is not supported"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
     return values.pop()
 
 
 def find_stored(config: ModelConfig, name: str) -> Stored:
-    """``Family.find_stored``."""
+    """See ``Family.find_stored``."""
     parent, _, last = name.rpartition(".")
     return Stored(f"{parent}.{NAMES[last]}") if last in NAMES else Stored(name)
 

@@ -1,5 +1,5 @@
-"""InternLM 2 and 3 (Shanghai AI Laboratory, 2024 and 2025): Llama; InternLM 2 under names of its own, with queries,
-keys and values in one tensor, those of each key and value head together."""
+"""InternLM 2 and 3 (Shanghai AI Laboratory, 2024 and 2025): Llama. InternLM 2 has other names, and a fused QKV tensor
+grouped by key-value head."""
 
 from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config
 
@@ -16,7 +16,7 @@ NAMES = {
     "mlp.up_proj": "feed_forward.w3",
     "mlp.down_proj": "feed_forward.w2",
 }
-"""Of modules in checkpoints of InternLM 2."""
+"""Modules of InternLM 2: name in layers → name in the checkpoint."""
 
 
 def read_internlm2(raw: ConfigJson) -> ModelConfig:
@@ -24,7 +24,7 @@ def read_internlm2(raw: ConfigJson) -> ModelConfig:
 
 
 def read_internlm3(raw: ConfigJson) -> ModelConfig:
-    bias = bool(raw.get("mlp_bias"))  # which is ``bias`` in its own files, and ``attention_bias`` is ``qkv_bias``
+    bias = bool(raw.get("mlp_bias"))  # in InternLM 3's own files: ``bias``, with ``qkv_bias`` for ``attention_bias``
     return dense_config(raw, output_bias=bias)
 
 
@@ -37,7 +37,7 @@ def find_stored(config: ModelConfig, name: str) -> Stored:
         return Stored(f"{layer}.{NAMES[module]}")
     if not module.endswith(("q_proj", "k_proj", "v_proj")):
         return Stored(name)
-    shared = config.num_heads // config.num_kv_heads  # queries of each key and value head, before both
+    shared = config.num_heads // config.num_kv_heads  # query heads per key-value head, which precede key and value
     first, count = {"q": (0, shared), "k": (shared, 1), "v": (shared + 1, 1)}[module[-6]]
     group, dim = shared + 2, config.head_dim
     ranges = tuple(

@@ -1,5 +1,4 @@
-"""InternVL 3 (Zhu et al., 2025), of transformers' checkpoints: InternViT over tiles, whose patches are merged by pixel
-shuffle."""
+"""InternVL 3 (Zhu et al., 2025) in transformers' format: InternViT on tiles, with patches merged by pixel shuffle."""
 
 from penstock.checkpoint.model_config import ConfigJson, ModelConfig
 from penstock.checkpoint.vision_config import ViTConfig, ViTNames, feature_layers, read_vit
@@ -19,10 +18,10 @@ NAMES = ViTNames(
 
 
 def read_vision(raw: ConfigJson) -> ViTConfig:
-    """The encoder's configuration. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is wrong."""
+    """The encoder's configuration. Raises ``KeyError``, ``TypeError`` or ``ValueError`` if it is invalid."""
     vision = raw["vision_config"]
     if not vision.get("use_absolute_position_embeddings", True):
-        raise ValueError("vision_config has no positions (use_absolute_position_embeddings)")
+        raise ValueError("vision_config must have use_absolute_position_embeddings")
     config = read_vit(
         vision,
         rms_norm=vision.get("norm_type", "layer_norm") == "rms_norm",
@@ -34,20 +33,21 @@ def read_vision(raw: ConfigJson) -> ViTConfig:
     )
     merge = merge_size(raw)
     if config.grid % merge or (config.grid // merge) ** 2 != int(raw["image_seq_length"]):
-        raise ValueError(f"image_seq_length is {raw['image_seq_length']}, for {config.grid} x {config.grid} patches")
+        grid = f"{config.grid} x {config.grid} patches"
+        raise ValueError(f"image_seq_length is {raw['image_seq_length']}, which does not fit {grid}")
     if (
         raw["vision_feature_select_strategy"] != "default"
         or len(feature_layers(raw["vision_feature_layer"], config.depth)) > 1
     ):
-        raise ValueError("vision_feature_select_strategy must be default, of a single vision_feature_layer")
+        raise ValueError("vision_feature_select_strategy must be default, with a single vision_feature_layer")
     return config
 
 
 def merge_size(raw: ConfigJson) -> int:
-    """Patches of a feature's edge. Raises ``ValueError`` for a ``downsample_ratio`` that gives none."""
+    """Edge of a feature in patches. Raises ``ValueError`` for an invalid ``downsample_ratio``."""
     ratio = float(raw["downsample_ratio"])
     if not 0 < ratio <= 1 or abs(1 / ratio - round(1 / ratio)) > 1e-6:
-        raise ValueError(f"downsample_ratio is {ratio}, and must be 1 over a whole number")
+        raise ValueError(f"downsample_ratio is {ratio}; it must be 1 over an integer")
     return round(1 / ratio)
 
 

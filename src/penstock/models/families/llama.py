@@ -1,4 +1,4 @@
-"""Llama (Touvron et al., 2023): RMS norms before attention and MLP, rotary positions, grouped queries, SwiGLU."""
+"""Llama (Touvron et al., 2023): pre-norm with RMS norms, rotary embedding, grouped-query attention, SwiGLU."""
 
 from penstock.checkpoint.model_config import dense_config
 

@@ -1,5 +1,5 @@
-"""Llama 4 (Meta, 2025), the language model: attention in chunks, layers without rotary positions whose queries grow
-with the position, and experts that read their input times the router's score."""
+"""Language model of Llama 4 (Meta, 2025): chunked attention; layers without rotary embedding, whose queries are scaled
+by position; experts whose input is scaled by the router's score."""
 
 import re
 
@@ -12,18 +12,19 @@ from ..registry import Family
 from ..stored import Stored
 
 WITH_VISION = "Llama4ForConditionalGeneration"
-"""Its vision tower is not read: a prompt has text alone."""
+"""Architecture with a vision tower, which is not loaded: prompts are text only."""
 
 
 def read_config(raw: ConfigJson) -> ModelConfig:
     layers, interval = int(raw["num_hidden_layers"]), int(raw.get("no_rope_layer_interval") or 4)
-    given = raw.get("no_rope_layers")  # where positions are, in spite of the name
+    given = raw.get("no_rope_layers")  # despite its name, true for layers with rotary embedding
     rope = tuple(map(bool, given)) if given else tuple((layer + 1) % interval != 0 for layer in range(layers))
     chunk = int(raw.get("attention_chunk_size") or 0)
     types = raw.get("layer_types")
     chunked = [kind == "chunked_attention" for kind in types] if types else rope
     if len(rope) != layers or len(chunked) != layers:
-        raise ValueError(f"no_rope_layers and layer_types have {len(rope)} and {len(chunked)} of {layers} layers")
+        lengths = f"{len(rope)} and {len(chunked)} entries"
+        raise ValueError(f"no_rope_layers and layer_types have {lengths} for {layers} layers")
     return dense_config(
         raw,
         intermediate_size=int(raw["intermediate_size_mlp"]),
@@ -50,7 +51,8 @@ def _query_scaling(raw: ConfigJson) -> QueryScaling | None:
 
 def _read_experts(raw: ConfigJson, layers: int) -> ExpertsConfig:
     if (top_k := int(raw.get("num_experts_per_tok") or 1)) != 1:
-        raise PenstockError(Code.UNSUPPORTED, f"num_experts_per_tok {top_k} in config.json: Llama 4 has 1", "model")
+        message = f"num_experts_per_tok in config.json is {top_k}; 1 is supported for Llama 4"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
     step, size, sparse = (
         int(raw.get("interleave_moe_layer_step") or 1),
         int(raw["intermediate_size"]),
@@ -60,7 +62,7 @@ def _read_experts(raw: ConfigJson, layers: int) -> ExpertsConfig:
     return ExpertsConfig(
         num_experts_of(raw),
         size,
-        Routing(1, renormalize=True),  # the output's weight is 1
+        Routing(1, renormalize=True),  # weight 1: input_routing applies the score
         dense_layers=frozenset(range(layers)).difference(map(int, sparse)),
         shared_size=size,
         shared_name="shared_expert",
@@ -72,7 +74,7 @@ def _read_experts(raw: ConfigJson, layers: int) -> ExpertsConfig:
 
 
 def find_stored(config: ModelConfig, name: str) -> Stored:
-    """As ``Family.find_stored``."""
+    """See ``Family.find_stored``."""
     return Stored(
         re.sub(r"^(model|lm_head)\b", r"language_model.\1", name) if config.architecture == WITH_VISION else name
     )

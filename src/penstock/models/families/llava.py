@@ -1,5 +1,5 @@
-"""LLaVA 1.5 (Liu et al., 2023) with CLIP, SigLIP or Pixtral, and LLaVA-OneVision (Li et al., 2024) with tiles:
-a projector of two layers between encoder and language model."""
+"""LLaVA 1.5 (Liu et al., 2023) with CLIP, SigLIP or Pixtral, and LLaVA-OneVision (Li et al., 2024) with tiles: an
+encoder, a projector of two layers, and a language model."""
 
 from penstock.checkpoint.anyres import read_anyres
 from penstock.checkpoint.model_config import ConfigJson, ModelConfig
@@ -14,19 +14,19 @@ ENCODERS: dict[str, dict[str, bool]] = {
     "siglip_vision_model": {},
     "clip_vision_model": {"class_token": True, "pre_norm": True, "patch_bias": False},
 }
-"""By ``model_type`` of ``vision_config``: switches of ``ViTConfig``."""
+"""Fields of ``ViTConfig`` by ``model_type`` of ``vision_config``."""
 
 
 def read_vision(raw: ConfigJson) -> tuple[ViTConfig, tuple[int, ...]]:
-    """The encoder's configuration, and the layers whose states are projected. Raises ``KeyError``, ``TypeError`` or
-    ``ValueError`` where they are wrong, and ``PenstockError`` (``unsupported``) for another encoder."""
+    """The encoder's configuration, and the layers whose hidden states are projected. Raises ``KeyError``, ``TypeError``
+    or ``ValueError`` if they are invalid, and ``PenstockError`` (``unsupported``) for another encoder."""
     vision = raw["vision_config"]
     if (kind := str(vision.get("model_type"))) not in ENCODERS:
-        words = f"the encoder {kind[:40]!r} of {raw.get('model_type')}; known are {', '.join(ENCODERS)}"
-        raise PenstockError(Code.UNSUPPORTED, words, "model")
+        message = f"{raw.get('model_type')} with the encoder {kind[:40]!r}; supported are {', '.join(ENCODERS)}"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
     config = read_vit(vision, **ENCODERS[kind])
     if (strategy := raw["vision_feature_select_strategy"]) not in ("default", "full"):
-        raise ValueError(f"vision_feature_select_strategy is {strategy!r:.40}")
+        raise ValueError(f"vision_feature_select_strategy is {strategy!r:.40}; it must be default or full")
     projector_activation(raw)
     return config, feature_layers(raw["vision_feature_layer"], config.depth)
 
@@ -46,7 +46,7 @@ def read_onevision(raw: ConfigJson) -> ModelConfig:
     config, layers = read_vision(raw)
     read_anyres(raw)
     if config.class_token or raw["vision_feature_select_strategy"] != "full":
-        raise ValueError("vision_feature_select_strategy must be full, without class token, for tiles")
+        raise ValueError("vision_feature_select_strategy must be full, and the encoder must have no class token")
     return read_text(raw, config.weights(max(layers)), len(layers) * config.size)
 
 

@@ -1,5 +1,4 @@
-"""MiniMax-M2 (MiniMax, 2025): a part of each head rotated, norms over all queries and all keys of a token, and experts
-by the sigmoids of their logits."""
+"""MiniMax-M2 (MiniMax, 2025): partial RoPE, q/k norms over the whole projection, experts with sigmoid scores."""
 
 from penstock.checkpoint.decoder_options import QKNormOptions
 from penstock.checkpoint.experts_config import read_experts
@@ -20,7 +19,7 @@ def read_config(raw: ConfigJson) -> ModelConfig:
         module="block_sparse_moe",
         projections=("w1", "w3", "w2"),
     )
-    options = options_of(raw, partial_rotary_factor=share, qk_norm=QKNormOptions(over="projection"))
+    options = options_of(raw, partial_rotary_factor=share, qk_norm=QKNormOptions(scope="projection"))
     return dense_config(raw, qk_norm=True, options=options, experts=experts)
 
 

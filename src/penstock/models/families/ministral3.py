@@ -1,4 +1,4 @@
-"""Ministral 3 (Mistral, 2025): Mistral with YaRN, whose queries grow with the position."""
+"""Ministral 3 (Mistral, 2025): Mistral with YaRN, and queries scaled by position."""
 
 from dataclasses import replace
 

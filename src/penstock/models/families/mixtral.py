@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al., 2024): Mistral with experts in place of every MLP."""
+"""Mixtral (Jiang et al., 2024): Mistral with a mixture of experts in every layer."""
 
 from dataclasses import replace
 

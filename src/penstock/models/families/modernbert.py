@@ -1,5 +1,4 @@
-"""ModernBERT (Warner et al., 2024): norms before attention and feed-forward layers, rotary positions, gated
-feed-forward layers, and windows in two of three layers."""
+"""ModernBERT (Warner et al., 2024): pre-norm, rotary embedding, gated MLPs, sliding windows in two of three layers."""
 
 from penstock.checkpoint.encoders import SUFFIXES, encoder_fields
 from penstock.checkpoint.model_config import ConfigJson, ModelConfig, activation_of, dense_config, options_of
@@ -27,7 +26,7 @@ def read_config(raw: ConfigJson) -> ModelConfig:
 
 
 def find_stored(config: ModelConfig, name: str) -> Stored:
-    """``Family.find_stored``: ``Wqkv``, ``Wi`` of gate and up, and ``Wo`` of both."""
+    """``Family.find_stored``: ``Wqkv``, ``Wi`` (gate and up), ``Wo`` (output and down)."""
     parent, _, last = name.rpartition(".")
     if last in ("q_proj", "k_proj", "v_proj"):
         return part_of(f"{parent}.Wqkv", [config.hidden_size] * 3, "qkv".index(last[0]))
@@ -37,7 +36,7 @@ def find_stored(config: ModelConfig, name: str) -> Stored:
 
 
 def layer_types(raw: ConfigJson) -> list[str]:
-    """The kind of each layer; in older files every ``global_attn_every_n_layers`` one sees everything."""
+    """Type of each layer. In older files every ``global_attn_every_n_layers``-th layer has full attention."""
     every = int(raw.get("global_attn_every_n_layers") or 3)
     layers = range(int(raw["num_hidden_layers"]))
     return raw.get("layer_types") or ["sliding_attention" if number % every else "full_attention" for number in layers]

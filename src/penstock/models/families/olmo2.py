@@ -1,5 +1,5 @@
-"""OLMo 2 and 3 (Ai2, 2025): norms behind attention and MLP, and over all queries and all keys of a token; OLMo 3 with
-windows in three layers of four."""
+"""OLMo 2 and 3 (Ai2, 2025): post-norm, q/k norms over the whole projection. OLMo 3: sliding windows in three of four
+layers."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def read_olmo2(raw: ConfigJson, **overrides: Any) -> ModelConfig:
         raw,
         norm=NormOptions(float32=True),
         layer_norms=LAYER_NORMS,
-        qk_norm=QKNormOptions(over="projection"),
+        qk_norm=QKNormOptions(scope="projection"),
     )
     return dense_config(raw, qk_norm=True, mlp_bias=False, options=options, **overrides)
 

@@ -1,4 +1,4 @@
-"""OLMoE (Ai2, 2024): Llama with experts in place of every MLP, and norms over all queries and all keys of a token."""
+"""OLMoE (Ai2, 2024): Llama with a mixture of experts in every layer, and q/k norms over the whole projection."""
 
 from penstock.checkpoint.decoder_options import QKNormOptions
 from penstock.checkpoint.experts_config import read_experts
@@ -10,9 +10,10 @@ from ..registry import Family
 
 def read_config(raw: ConfigJson) -> ModelConfig:
     if raw.get("clip_qkv") is not None:
-        raise PenstockError(Code.UNSUPPORTED, "clip_qkv, which limits queries, keys and values", "model")
+        message = "clip_qkv (clamped queries, keys and values) is not supported"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
     experts = read_experts(raw, "intermediate_size")
-    options = options_of(raw, qk_norm=QKNormOptions(over="projection"))
+    options = options_of(raw, qk_norm=QKNormOptions(scope="projection"))
     return dense_config(raw, qk_norm=True, options=options, experts=experts)
 
 

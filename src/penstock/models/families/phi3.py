@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4 (Microsoft, 2024): Llama with fused projections, part of a head rotated, and LongRoPE."""
+"""Phi-3 and Phi-4 (Microsoft, 2024): Llama with fused projections, partial RoPE, and LongRoPE."""
 
 from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of
 from penstock.checkpoint.rope import rope_parameters_of
@@ -10,7 +10,7 @@ from ..stored import find_fused
 def read_config(raw: ConfigJson) -> ModelConfig:
     share = rope_parameters_of(raw).get("partial_rotary_factor", 1.0)
     if (kind := rope_parameters_of(raw)["rope_type"]) not in ("default", "longrope"):
-        raise ValueError(f"rope_type is {kind[:40]!r}, and Phi-3 has default or longrope")
+        raise ValueError(f"rope_type is {kind[:40]!r}; it must be default or longrope for Phi-3")
     window = int(raw.get("sliding_window") or 0)
     return dense_config(
         raw,

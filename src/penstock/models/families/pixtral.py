@@ -1,5 +1,5 @@
-"""Pixtral (Agrawal et al., 2024) and Mistral Small 3.1: an encoder with rotary positions in two dimensions, for images
-of any size; the latter merges patches."""
+"""Pixtral (Agrawal et al., 2024) and Mistral Small 3.1: an encoder with 2-D rotary embedding, for images of any size.
+Mistral Small 3.1 merges patches."""
 
 from penstock.checkpoint.model_config import ConfigJson, ModelConfig
 from penstock.checkpoint.vision_config import ViTConfig, ViTNames, feature_layers, read_vit
@@ -19,7 +19,7 @@ NAMES = ViTNames(
 
 
 def read_vision(raw: ConfigJson) -> ViTConfig:
-    """The encoder's configuration. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is wrong."""
+    """The encoder's configuration. Raises ``KeyError``, ``TypeError`` or ``ValueError`` if it is invalid."""
     config = read_vit(
         raw["vision_config"],
         image_size=0,
@@ -33,7 +33,7 @@ def read_vision(raw: ConfigJson) -> ViTConfig:
         names=NAMES,
     )
     if config.size // config.heads % 4:
-        raise ValueError(f"vision_config has {config.heads} heads of {config.size} elements, no multiples of 4 each")
+        raise ValueError(f"vision_config has heads of {config.size // config.heads} elements, not a multiple of 4")
     if raw.get("vision_feature_select_strategy", "full") != "full":
         raise ValueError("vision_feature_select_strategy must be full for an encoder without class token")
     return config
@@ -43,14 +43,14 @@ def read_config(raw: ConfigJson) -> ModelConfig:
     vision = read_vision(raw)
     layers = feature_layers(raw["vision_feature_layer"], vision.depth)
     if merge_size(raw) and len(layers) > 1:
-        raise ValueError("vision_feature_layer must be a single one where patches are merged")
+        raise ValueError("vision_feature_layer must be a single layer if patches are merged")
     projector_activation(raw)
     tower = vision.weights(max(layers)) + merge_size(raw) ** 2 * vision.size**2
     return read_text(raw, tower, len(layers) * vision.size)
 
 
 def merge_size(raw: ConfigJson) -> int:
-    """Patches of a feature's edge; 0 where they are not merged."""
+    """Edge of a feature in patches; 0: patches are not merged."""
     return int(raw["spatial_merge_size"]) if raw.get("model_type") == "mistral3" else 0
 
 

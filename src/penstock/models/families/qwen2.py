@@ -1,4 +1,5 @@
-"""Qwen2 (Qwen Team, 2024): Llama with biases on queries, keys and values, and a window in later layers if asked for."""
+"""Qwen2 (Qwen Team, 2024): Llama with biases of queries, keys and values, and optional sliding windows in later
+layers."""
 
 from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, sliding_windows_by_layer_types
 
@@ -10,7 +11,8 @@ def read_config(raw: ConfigJson) -> ModelConfig:
 
 
 def read_sliding_windows(raw: ConfigJson) -> tuple[int, ...]:
-    """Each layer's sliding window with ``use_sliding_window``: by ``layer_types``, or from ``max_window_layers`` on."""
+    """Sliding window of each layer. With ``use_sliding_window``: by ``layer_types``, else from layer
+    ``max_window_layers`` on."""
     layers = int(raw["num_hidden_layers"])
     if not raw.get("use_sliding_window", False):
         return (0,) * layers

@@ -1,4 +1,4 @@
-"""Qwen2-MoE (Qwen Team, 2024): Qwen2 with experts in place of the MLP of most layers, one of which every token has."""
+"""Qwen2-MoE (Qwen Team, 2024): Qwen2 with a mixture of experts and one shared expert in most layers."""
 
 from dataclasses import replace
 
@@ -26,8 +26,8 @@ def read_config(raw: ConfigJson) -> ModelConfig:
 
 
 def _sliding_windows(raw: ConfigJson) -> tuple[int, ...]:
-    """Each layer's sliding window with ``use_sliding_window``: by ``layer_types``, or in every second one before
-    ``max_window_layers``, which is another rule than Qwen2's."""
+    """Sliding window of each layer. With ``use_sliding_window``: by ``layer_types``, else in every second layer before
+    ``max_window_layers`` (unlike Qwen2)."""
     layers, window = int(raw["num_hidden_layers"]), int(raw.get("sliding_window") or 0)
     if not raw.get("use_sliding_window"):
         return (0,) * layers

@@ -11,18 +11,18 @@ from . import qwen2
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2VisionConfig(VisionConfig):
-    """``vision_config`` of ``config.json``."""
+    """``vision_config`` of Qwen2-VL and Qwen2.5-VL."""
 
     windowed: bool
-    """Qwen2.5-VL: windows, RMS norms and SwiGLU."""
+    """True for Qwen2.5-VL: windows, RMS norms and SwiGLU."""
     window: int = 0
-    """Features of a window's edge."""
+    """Edge of a window in features."""
     full_layers: frozenset[int] = frozenset()
-    """Layers without windows."""
+    """Indices of the layers without windows."""
 
 
 def read_vision_config(raw: ConfigJson) -> Qwen2VisionConfig:
-    """Read ``vision_config``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is wrong."""
+    """Read ``vision_config``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` if it is invalid."""
     vision, windowed = raw["vision_config"], QWEN2_5_VL in raw["architectures"]
     patch, merge = int(vision.get("patch_size", 14)), int(vision.get("spatial_merge_size", 2))
     theta = rope_theta(vision)
@@ -34,7 +34,7 @@ def read_vision_config(raw: ConfigJson) -> Qwen2VisionConfig:
         intermediate = int(size * vision.get("mlp_ratio", 4))
     heads = int(vision.get("num_heads", 16))
     if size % (4 * heads) or output != int(raw["hidden_size"]):
-        raise ValueError(f"vision_config has {heads} heads of {size} elements, and {output} outputs")
+        raise ValueError(f"vision_config does not fit: {heads} heads of {size} elements together, {output} outputs")
     return Qwen2VisionConfig(
         depth=int(vision.get("depth", 32)),
         size=size,

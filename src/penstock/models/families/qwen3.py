@@ -1,4 +1,4 @@
-"""Qwen3 (Qwen Team, 2025): Qwen2 with RMS norms on the queries and keys of each head in place of biases."""
+"""Qwen3 (Qwen Team, 2025): Qwen2 with q/k norms per head instead of biases."""
 
 from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config
 

@@ -1,4 +1,4 @@
-"""Qwen3-MoE (Qwen Team, 2025): Qwen3 with experts in place of the MLP of most layers."""
+"""Qwen3-MoE (Qwen Team, 2025): Qwen3 with a mixture of experts in most layers."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ def read_config(raw: ConfigJson) -> ModelConfig:
         dense_layers=dense_layers_by_step(raw),
     )
     window = int(raw.get("sliding_window") or 0) if raw.get("use_sliding_window") else 0
-    windows = (window,) * int(raw["num_hidden_layers"])  # of all layers, whatever layer_types says
+    windows = (window,) * int(raw["num_hidden_layers"])  # the same in all layers, despite layer_types
     return replace(qwen3.read_config(raw), experts=experts, sliding_windows=windows)
 
 

@@ -1,5 +1,5 @@
-"""Qwen3-VL (Qwen Team, 2025): Qwen3, also with experts, with interleaved M-RoPE, and a vision tower whose features
-enter several layers."""
+"""Qwen3-VL (Qwen Team, 2025): Qwen3, dense or mixture of experts, with interleaved M-RoPE, and a vision tower with
+features for several decoder layers (DeepStack)."""
 
 import re
 from dataclasses import dataclass, replace
@@ -21,16 +21,16 @@ ACTIVATION = "gelu_pytorch_tanh"
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3VisionConfig(VisionConfig):
-    """``vision_config`` of ``config.json``."""
+    """``vision_config`` of Qwen3-VL."""
 
     grid: int
-    """Learned positions of an edge."""
+    """Edge of the grid of learned positions."""
     deepstack: tuple[int, ...]
-    """Layers behind which features for a decoder layer are taken."""
+    """Indices of the tower's layers after which features for a decoder layer are taken."""
 
 
 def read_vision_config(raw: ConfigJson) -> Qwen3VisionConfig:
-    """Read ``vision_config``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` where it is wrong."""
+    """Read ``vision_config``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` if it is invalid."""
     vision = raw["vision_config"]
     config = Qwen3VisionConfig(
         depth=int(vision.get("depth", 27)),
@@ -46,10 +46,11 @@ def read_vision_config(raw: ConfigJson) -> Qwen3VisionConfig:
         deepstack=tuple(map(int, vision.get("deepstack_visual_indexes", (8, 16, 24)))),
     )
     if config.size % (4 * config.heads) or config.output_size != int(raw["hidden_size"]):
-        words = f"{config.heads} heads of {config.size} elements, and {config.output_size} outputs"
-        raise ValueError(f"vision_config has {words}")
+        sizes = f"{config.heads} heads of {config.size} elements together, {config.output_size} outputs"
+        raise ValueError(f"vision_config does not fit: {sizes}")
     if vision.get("hidden_act", ACTIVATION) != ACTIVATION or len(config.deepstack) >= int(raw["num_hidden_layers"]):
-        raise ValueError("vision_config has another hidden_act, or deepstack_visual_indexes for all decoder layers")
+        limits = f"hidden_act {ACTIVATION}, and fewer deepstack_visual_indexes than decoder layers"
+        raise ValueError(f"vision_config must have {limits}")
     return config
 
 
@@ -61,19 +62,19 @@ def read_config(raw: ConfigJson) -> ModelConfig:
 
 
 def read_moe_config(raw: ConfigJson) -> ModelConfig:
-    """As ``read_config``, with experts as Qwen3-MoE's."""
+    """Configuration with the experts of Qwen3-MoE."""
     experts = read_experts(
         raw,
         "moe_intermediate_size",
         {"renormalize": True},
         dense_layers=dense_layers_by_step(raw),
-        fused=FusedLayout(transposed=None),  # Qwen's own are, those that transformers saves are not
+        fused=FusedLayout(transposed=None),  # transposed in Qwen's files, not in those saved by transformers
     )
     return replace(read_config(raw), experts=experts)
 
 
 def find_stored(config: ModelConfig, name: str) -> Stored:
-    """As ``Family.find_stored``."""
+    """See ``Family.find_stored``."""
     if name.startswith("visual."):
         return Stored(f"model.{name}")
     return Stored(re.sub(r"^model\.", "model.language_model.", name))

@@ -1,4 +1,4 @@
-"""Seed-OSS (ByteDance, 2025): Llama with biases on queries, keys and values."""
+"""Seed-OSS (ByteDance, 2025): Llama with biases of queries, keys and values."""
 
 from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config
 

@@ -1,4 +1,4 @@
-"""SmolLM3 (Hugging Face, 2025): Llama without rotary positions in every fourth layer."""
+"""SmolLM3 (Hugging Face, 2025): Llama without rotary embedding in every fourth layer."""
 
 from penstock.checkpoint.model_config import (
     ConfigJson,
@@ -13,10 +13,10 @@ from ..registry import Family
 
 def read_config(raw: ConfigJson) -> ModelConfig:
     layers, interval = int(raw["num_hidden_layers"]), int(raw.get("no_rope_layer_interval") or 4)
-    given = raw.get("no_rope_layers")  # where positions are, in spite of the name
+    given = raw.get("no_rope_layers")  # despite its name, true for layers with rotary embedding
     rope = tuple(map(bool, given)) if given else tuple((layer + 1) % interval != 0 for layer in range(layers))
     if len(rope) != layers:
-        raise ValueError(f"no_rope_layers has {len(rope)} of {layers} layers")
+        raise ValueError(f"no_rope_layers has {len(rope)} entries for {layers} layers")
     window = int(raw.get("sliding_window") or 0) if raw.get("use_sliding_window") else 0
     windows = sliding_windows_by_layer_types({**raw, "sliding_window": window}, layers)
     return dense_config(

@@ -1,4 +1,4 @@
-"""StarCoder2 (BigCode, 2024): layer norms, an MLP without a gate, biases everywhere, and a sliding window."""
+"""StarCoder2 (BigCode, 2024): layer norms, an MLP without a gate, biases in all layers, and a sliding window."""
 
 from penstock.checkpoint.decoder_options import NormOptions
 from penstock.checkpoint.model_config import ConfigJson, ModelConfig, dense_config, options_of

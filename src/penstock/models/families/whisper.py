@@ -1,4 +1,4 @@
-"""Whisper (Radford et al., 2022): a decoder with learned positions that attends to the encoder's output, too."""
+"""Whisper (Radford et al., 2022): an audio encoder, and a decoder with learned positions and cross-attention."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from ..registry import Family, imported
 def read_config(raw: ConfigJson) -> ModelConfig:
     name = str(raw.get("activation_function") or "gelu")
     if name != "gelu":
-        raise PenstockError(Code.UNSUPPORTED, f"the encoder has the activation {name[:40]!r}; known is gelu", "model")
+        raise PenstockError(Code.UNSUPPORTED, f"activation_function is {name[:40]!r}; gelu is supported", "model")
     speech = SpeechConfig(
         num_bins=int(raw["num_mel_bins"]),
         num_layers=int(raw["encoder_layers"]),
@@ -23,9 +23,10 @@ def read_config(raw: ConfigJson) -> ModelConfig:
     )
     config = dense_config(raw, options=options_of({"hidden_act": name}, gated_mlp=False))
     if config.hidden_size % speech.num_heads:
-        raise ValueError(f"encoder_attention_heads is {speech.num_heads}, and d_model is {config.hidden_size}")
+        heads = f"encoder_attention_heads, {speech.num_heads}"
+        raise ValueError(f"d_model is {config.hidden_size}; it must be a multiple of {heads}")
     if speech.median_filter_width < 1 or speech.median_filter_width % 2 == 0:
-        raise ValueError(f"median_filter_width is {speech.median_filter_width}, and must be odd")
+        raise ValueError(f"median_filter_width is {speech.median_filter_width}; it must be odd and positive")
     return replace(config, speech=speech, has_lm_head=True)
 
 

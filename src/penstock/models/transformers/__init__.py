@@ -1,4 +1,4 @@
-"""Any architecture that the ``transformers`` library knows, run by its modules over our KV cache (``model_impl``).
+"""Models of the ``transformers`` library, run by its modules with Penstock's KV cache (``model_impl``).
 
 The library is imported when a configuration is read.
 """

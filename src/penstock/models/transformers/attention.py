@@ -1,8 +1,8 @@
-"""Paged attention behind the attention interface of transformers.
+"""Paged attention for the attention interface of transformers.
 
-Transformers calls a registered function for each attention, with queries, keys and values, and another for each mask.
-Ours store keys and values in the KV cache and attend over it; masks are described by what they let a query see, and
-never made.
+transformers calls one registered function for each attention, with queries, keys and values, and another one for each
+mask. The functions here store keys and values in the KV cache, and compute attention from it. Masks are not
+materialized; only their sliding window is determined.
 """
 
 from __future__ import annotations
@@ -17,34 +17,32 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from penstock.checkpoint.model_config import padded_head_dim
 from penstock.ops import AttentionOptions, Batch, Ops
 
 NAME = "penstock"
-"""Of the attention implementation."""
-HARMLESS = frozenset(("cache_position", "dropout", "is_causal", "position_ids", "training", "use_cache"))
-"""Arguments of attention functions that do not change what ours computes."""
-HEAD_MULTIPLE = 16
-"""Heads are padded with zeros to a multiple of this, as the CPU kernels want them."""
+"""Name of the attention implementation in transformers."""
+IGNORED_ARGUMENTS = frozenset(("cache_position", "dropout", "is_causal", "position_ids", "training", "use_cache"))
+"""Arguments of attention functions without an effect on the result here."""
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Takes indices of batch, head, query and key, and says which pairs are visible."""
+"""Function from indices of batch, head, query and key to a boolean: the query attends to the key."""
 
 
 class UnsupportedAttention(Exception):
-    """A model does what our attention does not compute; the message says what."""
+    """A model needs a feature that paged attention does not support; the message names it."""
 
 
 @dataclass(frozen=True)
 class CausalMask:
-    """In place of a mask: a query sees its own sequence up to itself. Arithmetic with it fails, so that a model that
-    adds a bias of its own to a mask is found out."""
+    """Placeholder for a causal mask. Arithmetic with it fails, so models that add a bias to the mask are detected."""
 
     window: int | None
-    """Positions that a query sees, its own included; 0 is all. None where it sees others, too, or not all of these."""
+    """Sliding window: number of positions that a query sees, including its own; 0: all. None: any other mask."""
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One attention of a forward pass."""
+    """Parameters of one attention in a forward pass."""
 
     num_heads: int
     num_kv_heads: int
@@ -52,31 +50,31 @@ class AttentionCall:
     value_dim: int
     window: int
     softcap: float
-    """Scaled products become ``softcap * tanh(product / softcap)``; 0 leaves them."""
+    """Soft cap of the attention scores, ``cap * tanh(score / cap)``; 0: off."""
 
     @property
     def head_dim(self) -> int:
-        """Size of a vector in the KV cache."""
-        return -(-max(self.key_dim, self.value_dim) // HEAD_MULTIPLE) * HEAD_MULTIPLE
+        """Elements per vector in the KV cache."""
+        return padded_head_dim(max(self.key_dim, self.value_dim))
 
 
 class Attentions(Protocol):
-    """The attentions of one forward pass, called in their order."""
+    """Implementation of the attentions in one forward pass, called in order."""
 
     def mask(self, visible: MaskFunction) -> CausalMask: ...
     def attend(
         self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None
     ) -> Tensor:
         """``[tokens, heads, key_dim]``, ``[tokens, kv_heads, key_dim]``, ``[tokens, kv_heads, value_dim]`` to
-        ``[tokens, heads, value_dim]``. Scale and sinks as of ``ops.attention``."""
+        ``[tokens, heads, value_dim]``. Scale and sinks: see ``AttentionOptions``."""
         ...
 
 
 class RecordedAttentions:
-    """Notes the attentions and masks of a forward pass, whose result is meaningless.
+    """``Attentions`` that record the calls and masks of a forward pass. The result of the pass is meaningless.
 
     Args:
-        max_len: positions over which masks are looked at.
+        max_len: number of positions for which masks are checked.
     """
 
     def __init__(self, max_len: int) -> None:
@@ -96,11 +94,11 @@ class RecordedAttentions:
 
 
 class PagedAttentions:
-    """The attentions of a step over the KV cache.
+    """``Attentions`` of a step, computed with the KV cache.
 
     Args:
-        calls, masks: of ``RecordedAttentions``, which this pass has to make again.
-        cache: one entry for each of the calls.
+        calls, masks: recorded by ``RecordedAttentions``. The forward pass must make the same ones again.
+        cache: KV cache of each call.
     """
 
     def __init__(
@@ -129,7 +127,7 @@ class PagedAttentions:
         return out.view(*q.shape)[..., : call.value_dim]
 
     def finish(self) -> None:
-        """Raise ``UnsupportedAttention`` where the pass left out attentions, whose keys and values are now missing."""
+        """Raise ``UnsupportedAttention`` if the pass skipped attentions, whose keys and values are then missing."""
         if next(self._calls, None) is not None:
             raise UnsupportedAttention("it has fewer attentions in some steps than in others")
 
@@ -143,7 +141,7 @@ _current: ContextVar[Attentions] = ContextVar("attentions")
 
 @contextmanager
 def attending(attentions: Attentions) -> Iterator[None]:
-    """Have the attentions of models in this context, whose implementation is ``NAME``, computed by these."""
+    """Context manager in which models with the attention implementation ``NAME`` use these attentions."""
     token = _current.set(attentions)
     try:
         yield
@@ -152,7 +150,7 @@ def attending(attentions: Attentions) -> Iterator[None]:
 
 
 def register() -> None:
-    """Make ``NAME`` known to transformers."""
+    """Register the attention implementation ``NAME`` with transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attention_function)
@@ -160,7 +158,7 @@ def register() -> None:
 
 
 def mask_function(*, mask_function: MaskFunction, **rest: Any) -> CausalMask:
-    """A mask function of transformers. Padding (``attention_mask``) does not occur."""
+    """Mask function for transformers. There is no padding (``attention_mask``)."""
     return _current.get().mask(mask_function)
 
 
@@ -176,9 +174,9 @@ def attention_function(
     sinks: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function of transformers: ``[1, heads, tokens, head_dim]`` to ``[1, tokens, heads, head_dim]``.
+    """Attention function for transformers: ``[1, heads, tokens, head_dim]`` to ``[1, tokens, heads, head_dim]``.
 
-    Raises ``UnsupportedAttention`` for what the kernels do not compute.
+    Raises ``UnsupportedAttention`` for features that the kernels do not support.
     """
     if key.shape[-2] != query.shape[-2] or value.shape[-2] != query.shape[-2]:
         raise UnsupportedAttention("its attention is not over the tokens of the sequence alone (cross attention)")
@@ -197,38 +195,37 @@ def attention_function(
     if (sinks := s_aux if sinks is None else sinks) is not None:
         sinks = sinks.detach().float().flatten()
         if len(sinks) != query.shape[1]:
-            raise UnsupportedAttention("its attention has other sinks than one a head")
+            raise UnsupportedAttention("its attention does not have one sink per head")
     return _current.get().attend(call, q, k, v, scale, sinks)[None], None
 
 
 def _check_options(options: Mapping[str, Any], window: int) -> None:
-    """Raise ``UnsupportedAttention`` for arguments that attention would have to heed."""
+    """Raise ``UnsupportedAttention`` for unsupported arguments."""
     for name, value in options.items():
         if name == "sliding_window":
             if (value or 0) not in (0, window):
                 raise UnsupportedAttention(
                     f"its attention has a sliding window of {value}, and a mask with one of {window}"
                 )
-        elif value is not None and value is not False and name not in HARMLESS:
+        elif value is not None and value is not False and name not in IGNORED_ARGUMENTS:
             raise UnsupportedAttention(f"its attention has the argument {name}")
 
 
 def window_of(visible: MaskFunction, max_len: int) -> int | None:
-    """``CausalMask.window`` of a mask over ``max_len`` positions."""
+    """``CausalMask.window`` of a mask, checked for a sample of queries among ``max_len`` positions."""
     keys = torch.arange(max_len)
     first = torch.zeros(1, dtype=torch.int64)
     queries = {*range(min(64, max_len)), *torch.linspace(0, max_len - 1, 100).long().tolist()}
 
-    def seen(query: int) -> Tensor:
-        at = torch.tensor([query])
-        return visible(first, first, at, keys).expand(max_len)
+    def seen_by(query: int) -> Tensor:
+        return visible(first, first, torch.tensor([query]), keys).expand(max_len)
 
-    count = int(seen(max_len - 1).sum())
+    count = int(seen_by(max_len - 1).sum())
     window = count if count < max_len else 0
     for query in queries:
-        wanted = keys <= query
+        expected = keys <= query
         if window:
-            wanted &= keys > query - window
-        if not torch.equal(seen(query), wanted):
+            expected &= keys > query - window
+        if not torch.equal(seen_by(query), expected):
             return None
     return window

@@ -1,4 +1,4 @@
-"""The configuration of a model that transformers runs."""
+"""Configuration of models run by transformers."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from .attention import NAME, register
 from .library import cache_windows, first_line, library_config, model_class, unsupported
 
 DEFAULT_LENGTH = 2048
-"""Context of models whose configuration names none, as those without learned positions."""
+"""Default context length, e.g. for models without learned positions."""
 LIBRARY_CONFIG = "library_config"
-"""Key of ``ModelConfig.raw`` with the ``config.json`` that transformers reads."""
+"""Key of ``ModelConfig.raw`` with the ``config.json`` for transformers."""
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """The configuration of any causal language model, by the names that transformers has for its fields.
+    """The configuration of any causal language model of transformers.
 
-    Raises ``PenstockError`` (``unsupported``) where transformers is missing, does not know the architecture, or has a
-    model of it that keeps more than keys and values, or the weights are quantized; ``invalid`` where it does not take
-    the configuration.
+    Raises ``PenstockError``: ``unsupported`` if transformers is missing or does not have the architecture, the model
+    keeps other state than keys and values, or the weights are quantized; ``invalid`` if transformers rejects the
+    configuration.
     """
     architecture, dtype = str(next(iter(raw.get("architectures") or ["none"]))), dtype_of(raw)
     if getattr(model_class(architecture), "_is_stateful", False):
         raise unsupported(architecture, "it keeps more than keys and values (it is stateful)")
     if raw.get("gguf") or quantization_of(raw) is None:
-        words = f"{architecture} is run by transformers, with weights of safetensors files that are not quantized"
-        raise PenstockError(Code.UNSUPPORTED, f"{words}; --quantization quantizes them at load", "model")
+        message = f"{architecture} is run by transformers, which needs unquantized weights in safetensors files"
+        raise PenstockError(Code.UNSUPPORTED, f"{message}; --quantization quantizes them at load", "model")
     whole = library_config(architecture, {name: value for name, value in raw.items() if name != "quantization_config"})
-    own = whole.get_text_config(decoder=True)
+    text_config = whole.get_text_config(decoder=True)
     if getattr(whole, "is_encoder_decoder", False):
         raise unsupported(architecture, "it has an encoder")
     cache_windows(architecture, whole)
 
     def count(name: str, default: int = 0) -> int:
         try:
-            value = getattr(own, name, None)
-        except Exception:  # of attributes that differ from layer to layer
+            value = getattr(text_config, name, None)
+        except Exception:  # raised for attributes that differ between layers
             value = None
         return value if isinstance(value, int) and value > 0 else default
 
     hidden, heads, layers = count("hidden_size"), count("num_attention_heads", 1), count("num_hidden_layers", 1)
-    rope = getattr(own, "rope_parameters", None) or {}
+    rope = getattr(text_config, "rope_parameters", None) or {}
     rope = rope_parameters_of({"rope_parameters": rope} if isinstance(rope.get("rope_type"), str) else {})
     length = count("max_position_embeddings", DEFAULT_LENGTH)
     weights = _count_weights(skeleton(architecture, whole))
@@ -76,28 +76,28 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _count_weights(model: Any) -> dict[str, int]:
-    """The fields of ``ModelSize`` with numbers of parameters."""
+    """Fields of ``ModelSize``: numbers of parameters."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     outer = {id(module.weight): module.weight.numel() for module in (embedding, head) if module is not None}
     total = sum(parameter.numel() for parameter in model.parameters())
     tied = model.config.get_text_config(decoder=True).tie_word_embeddings
     first = embedding.weight.numel()
-    if tied and len(outer) > 1:  # which are tied once they are loaded
+    if tied and len(outer) > 1:  # they are tied when they are loaded
         outer, total = {id(embedding.weight): first}, total - head.weight.numel()
     together = sum(outer.values())
     return {"layer_weights": total - together, "embedding_weights": together, "head_weights": first}
 
 
 def skeleton(architecture: str, configuration: Any) -> Any:
-    """The model without memory for its weights, with our attention.
+    """The model on the meta device, with Penstock's attention.
 
-    Raises ``PenstockError`` (``unsupported``) where it cannot be made.
+    Raises ``PenstockError`` (``unsupported``) if it cannot be built.
     """
     register()
     configuration._attn_implementation = NAME
     try:
         with torch.device("meta"):
             return model_class(architecture)(configuration)
-    except Exception as error:  # whatever its code raises: packages that are missing, values that it does not expect
-        why = "it takes no attention but its own" if str(error) == repr(NAME) else first_line(error)
-        raise unsupported(architecture, why) from error
+    except Exception as error:  # its code may raise anything, e.g. for missing packages or unexpected values
+        reason = "it supports no other attention implementation" if str(error) == repr(NAME) else first_line(error)
+        raise unsupported(architecture, reason) from error

@@ -1,4 +1,4 @@
-"""The classes of the transformers library that a ``config.json`` names, without code from the checkpoint."""
+"""Classes of the transformers library for a ``config.json``. Code from checkpoints is never run."""
 
 from __future__ import annotations
 
@@ -18,70 +18,70 @@ def is_installed() -> bool:
     return find_spec("transformers") is not None
 
 
-def unsupported(architecture: str, why: object) -> PenstockError:
-    """The error for a model that transformers knows, and that cannot be run here."""
-    words = f"{architecture} cannot be run by the modules of transformers over a paged KV cache: {why}"
-    return PenstockError(Code.UNSUPPORTED, words, "model")
+def unsupported(architecture: str, reason: object) -> PenstockError:
+    """The error for a model of transformers that cannot be run with a paged KV cache."""
+    message = f"{architecture} cannot be run by the modules of transformers over a paged KV cache: {reason}"
+    return PenstockError(Code.UNSUPPORTED, message, "model")
 
 
-def knows(architecture: str) -> bool:
-    """Whether transformers, which must be installed, has a causal language model of this name."""
+def has_causal_lm(architecture: str) -> bool:
+    """Whether transformers, which must be installed, has this causal language model."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 def architectures_of(model_type: str) -> list[str]:
-    """The causal language model of a ``model_type``, where ``config.json`` names none; empty for an unknown one."""
+    """Default of ``architectures``: the causal language model of a ``model_type``; empty for an unknown one."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
     return [found] if found else []
 
 
-def unknown() -> str:
-    """What an error says of an architecture that transformers does not know."""
-    words = f"transformers {version('transformers')} has no causal language model of this name"
-    return f"{words}: a later one may (pip install -U transformers)"
+def unknown_message() -> str:
+    """Part of an error message, for an architecture that transformers does not have."""
+    message = f"transformers {version('transformers')} has no causal language model of this name"
+    return f"{message}: a later version may have it (pip install -U transformers)"
 
 
 def model_class(architecture: str) -> Any:
     """The class of a causal language model.
 
-    Raises ``PenstockError`` (``unsupported``) where transformers is missing, or has no such class.
+    Raises ``PenstockError`` (``unsupported``) if transformers is missing, or has no such class.
     """
     if not is_installed():
-        words = f"it is run by transformers, which is not installed: pip install '{EXTRA}'"
-    elif not knows(architecture):
-        words = unknown()
+        message = f"it is run by transformers, which is not installed: pip install '{EXTRA}'"
+    elif not has_causal_lm(architecture):
+        message = unknown_message()
     else:
         import transformers
 
         return getattr(transformers, architecture)
-    raise PenstockError(Code.UNSUPPORTED, f"architecture {architecture}: {words}", "model")
+    raise PenstockError(Code.UNSUPPORTED, f"architecture {architecture}: {message}", "model")
 
 
 def library_config(architecture: str, raw: Mapping[str, Any]) -> Any:
-    """The configuration that transformers makes of a ``config.json``; raises ``PenstockError`` (``invalid``)."""
+    """The configuration object of transformers for a ``config.json``. Raises ``PenstockError`` (``invalid``)."""
     found = model_class(architecture).config_class
     try:
         return found.from_dict({name: value for name, value in raw.items() if name != "auto_map"})
-    except Exception as error:  # of its own kinds, and of those of huggingface_hub
-        raise invalid("model", f"transformers does not take this config.json: {first_line(error)}") from error
+    except Exception as error:  # of transformers or huggingface_hub
+        raise invalid("model", f"transformers rejects this config.json: {first_line(error)}") from error
 
 
 def cache_windows(architecture: str, configuration: Any) -> list[int]:
-    """The sliding window of each layer of the library's own KV cache, 0 where there is none; without the layers that
-    attend over the keys and values of others.
+    """Sliding window of each layer in transformers' KV cache (0: none), without the layers that share the keys and
+    values of another layer.
 
-    Raises ``PenstockError`` (``unsupported``) where a layer keeps something else than keys and values.
+    Raises ``PenstockError`` (``unsupported``) if a layer keeps other state than keys and values.
     """
     from transformers.cache_utils import DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     try:
         layers = [each for each in DynamicCache(config=configuration).layers if type(each) is not DummyLayer]
-    except Exception as error:  # of configurations that have no such cache
-        raise unsupported(architecture, f"it has no KV cache of its own ({first_line(error)})") from error
+    except Exception as error:  # raised for configurations without a KV cache
+        raise unsupported(architecture, f"it has no KV cache in transformers ({first_line(error)})") from error
     for layer in layers:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise unsupported(architecture, f"it keeps more than keys and values ({type(layer).__name__})")
@@ -89,6 +89,6 @@ def cache_windows(architecture: str, configuration: Any) -> list[int]:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message that says something."""
+    """The first line of an error's message that does not just introduce others."""
     lines = [line.strip() for line in str(error).split("\n") if line.strip()]
     return next((line for line in lines if not line.endswith(":")), type(error).__name__)[:300]

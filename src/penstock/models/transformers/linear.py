@@ -1,4 +1,4 @@
-"""Linear layers of a transformers module, computed by our kernels."""
+"""Linear layers of a transformers module, computed by Penstock's kernels."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from penstock.quant import PackedMatrix
 
 
 class ModuleWeights:
-    """The parameters of a module as ``layers.Weights``.
+    """``layers.Weights`` with the parameters of a module, which are not quantized.
 
     Args:
-        version: of the checkpoint.
+        version: version of the checkpoint's weights.
     """
 
     def __init__(self, module: nn.Module, version: str) -> None:
@@ -25,30 +25,26 @@ class ModuleWeights:
         self.version = version
 
     def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
-        """As ``Weights.read``."""
         tensor = self._module.get_parameter(name).detach()
         if tensor.shape != shape:
-            raise invalid("model", f"tensor {name} has shape {tuple(tensor.shape)}, and {shape} is wanted")
+            raise invalid("model", f"tensor {name} has shape {tuple(tensor.shape)}; it must be {shape}")
         return tensor if rows is None else tensor[rows[0] : rows[1]]
 
     def has(self, name: str) -> bool:
-        """As ``Weights.has``."""
-        return any(name == own for own, _ in self._module.named_parameters())
+        return any(name == parameter for parameter, _ in self._module.named_parameters())
 
     def format_of(self, name: str) -> Format:
-        """As ``Weights.format_of``: nothing is quantized."""
         return UNQUANTIZED
 
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight | Tensor:
-        """As ``Weights.read_quantized``, which is not called for weights that are not quantized."""
-        raise AssertionError(name)
+        raise AssertionError(name)  # not called for unquantized weights
 
 
 class PackedLinear(nn.Module):
-    """``nn.Linear`` over a packed matrix, which has its bias.
+    """``nn.Linear`` with a packed matrix, which includes the bias.
 
     Args:
-        out_float32: whether products stay float32, as logits do.
+        out_float32: return float32, as for logits.
     """
 
     def __init__(self, linear: nn.Linear, matrix: PackedMatrix, device: torch.device, out_float32: bool) -> None:
@@ -61,7 +57,7 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """``[out, in]``, unpacked at each access, for modules that multiply with it themselves."""
+        """``[out, in]``, unpacked at each access, for modules that use the weight directly."""
         return self._matrix.embedding(torch.arange(self.out_features, device=self._device))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,7 +67,7 @@ class PackedLinear(nn.Module):
 
 
 class PackedEmbedding(nn.Module):
-    """``nn.Embedding`` over a packed matrix."""
+    """``nn.Embedding`` with a packed matrix."""
 
     def __init__(self, matrix: PackedMatrix) -> None:
         super().__init__()
@@ -83,11 +79,11 @@ class PackedEmbedding(nn.Module):
 
 
 def pack_linears(context: BuildContext, model: nn.Module, head: nn.Module | None, embedding: nn.Module | None) -> None:
-    """Replace each ``nn.Linear`` of a model, one after the other, by one over a packed matrix.
+    """Replace each ``nn.Linear`` of a model by one with a packed matrix.
 
     Args:
-        context: whose weights are those of the model (``ModuleWeights``).
-        head: the language model head, which is packed with ``embedding`` if the two are tied.
+        context: build context with the weights of the model (``ModuleWeights``).
+        head: language model head. It shares the packed matrix with ``embedding`` if the two are tied.
     """
     _convert_conv1d(model)
     for name, module in [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]:
@@ -101,13 +97,13 @@ def pack_linears(context: BuildContext, model: nn.Module, head: nn.Module | None
         else:
             format = context.scheme.head if is_head else None
             packed = context.matrix([name], inputs, [shard], format, bias)
-            assert isinstance(packed, PackedMatrix)  # as one matrix is
+            assert isinstance(packed, PackedMatrix)  # a single matrix is never stacked
             matrix = packed
         model.set_submodule(name, PackedLinear(module, matrix, context.device, out_float32=is_head))
 
 
 def _convert_conv1d(model: nn.Module) -> None:
-    """Replace the transposed linear layers that GPT-2 has by ``nn.Linear``."""
+    """Replace the transposed linear layers of GPT-2 by ``nn.Linear``."""
     from transformers.pytorch_utils import Conv1D
 
     for name, module in [(name, module) for name, module in model.named_modules() if type(module) is Conv1D]:
@@ -117,6 +113,6 @@ def _convert_conv1d(model: nn.Module) -> None:
 
 
 def has_other_matrices(model: nn.Module) -> bool:
-    """Whether a model whose linear layers are packed multiplies by matrices of its own, as of experts."""
+    """Whether a model with packed linear layers has further matrices, e.g. of experts."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     return any(weight.dim() > 1 and id(weight) not in embeddings for weight in model.parameters())

@@ -1,4 +1,4 @@
-"""Builds a model of transformers' modules from our readers of checkpoints."""
+"""Loading of transformers' modules with the weights that Penstock reads."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 def load_module(context: BuildContext, config: ModelConfig) -> Any:
-    """The causal language model as transformers builds it, with weights of the context, or random ones where that has
-    no ``Checkpoint``; its attention is ours.
+    """The causal language model of transformers with Penstock's attention, and the weights of the context; random
+    weights if the context has no ``Checkpoint``.
 
-    Raises ``PenstockError`` (``invalid``) where tensors are missing or of other shapes.
+    Raises ``PenstockError`` (``invalid``) for missing or misshapen tensors.
     """
     register()
     found, configuration = (
@@ -37,11 +37,10 @@ def load_module(context: BuildContext, config: ModelConfig) -> Any:
         library_config(config.architecture, config.raw[LIBRARY_CONFIG]),
     )
     if not isinstance(context.weights, Checkpoint):
-        importlib.import_module("torch._prims.rng_prims")  # which engine processes lack (engine/lean_torch.py)
+        importlib.import_module("torch._prims.rng_prims")  # not imported in engine processes (engine/lean_torch.py)
         torch.manual_seed(int(context.weights.version[:8], 16))
         configuration._attn_implementation = NAME
-        made = found._from_config(configuration, dtype=context.dtype)
-        return made.to(context.device).eval()
+        return found._from_config(configuration, dtype=context.dtype).to(context.device).eval()
     checkpoint = context.weights
     names = checkpoint.names
     state = {
@@ -54,13 +53,13 @@ def load_module(context: BuildContext, config: ModelConfig) -> Any:
             model, info = found.from_pretrained(
                 None, config=configuration, state_dict=state, output_loading_info=True, **options
             )
-    except Exception as error:  # of conversions of tensors
-        raise invalid("model", f"transformers does not take the weights: {first_line(error)}") from error
+    except Exception as error:  # raised by conversions of tensors
+        raise invalid("model", f"transformers rejects the weights: {first_line(error)}") from error
     if lacking := [*info["missing_keys"], *info["mismatched_keys"]]:
         name = lacking[0] if isinstance(lacking[0], str) else lacking[0][0]
         raise invalid("model", f"the checkpoint lacks {name}, or has it in another shape than config.json wants")
     if errors := info.get("error_msgs"):
-        raise invalid("model", f"transformers does not take the weights: {str(errors)[:200]}")
+        raise invalid("model", f"transformers rejects the weights: {str(errors)[:200]}")
     if context.check_finite:
         for name, tensor in model.named_parameters():
             if not is_finite(tensor):
@@ -70,7 +69,7 @@ def load_module(context: BuildContext, config: ModelConfig) -> Any:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without progress bars and reports of what is in a checkpoint, which errors say here."""
+    """Context manager that suppresses progress bars and reports of transformers. Problems are raised as errors here."""
     from transformers.utils import logging as library
 
     shown, level = library.is_progress_bar_enabled(), library.get_verbosity()
@@ -85,9 +84,9 @@ def _quietly() -> Iterator[None]:
 
 
 def fix_rope(model: nn.Module, max_len: int) -> None:
-    """Fix rotary embeddings whose frequencies depend on the length at those of the longest sequence.
+    """Fix rotary embeddings with length-dependent frequencies to those of the maximum length.
 
-    Raises ``UnsupportedAttention`` where this transformers updates them in another way.
+    Raises ``UnsupportedAttention`` if this version of transformers updates them in an unknown way.
     """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
@@ -101,7 +100,7 @@ def fix_rope(model: nn.Module, max_len: int) -> None:
                 more = {} if layer_type is None else {"layer_type": layer_type}
                 module(torch.zeros(1, 1, 1, device=device), last, **more)
         except Exception as error:
-            words = "its rotary embedding depends on the length in a way that is not known here"
-            raise UnsupportedAttention(words) from error
+            message = "its rotary embedding depends on the length in an unknown way"
+            raise UnsupportedAttention(message) from error
         fixed: Any = dict.fromkeys(by_layer, "fixed") if isinstance(kinds, dict) else "fixed"
         module.rope_type = fixed

@@ -1,4 +1,4 @@
-"""A ``Model`` whose layers are transformers' modules."""
+"""``Model`` with modules of transformers."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ logger = logging.getLogger(__name__)
 
 
 class TransformersModel(BaseModel):
-    """A ``Model``. Its hidden states are what the first module of the language model returns, and its logits what the
-    rest of that makes of them.
+    """A ``Model`` that runs a causal language model of transformers. Its hidden states are the output of the model's
+    body; the other modules compute the logits.
 
-    Raises ``PenstockError`` (``unsupported``, with the architecture's name) for a model that cannot be run so: it is
-    compared with what transformers computes of a few tokens.
+    Raises ``PenstockError`` (``unsupported``) for a model that cannot be run with a paged KV cache. To find out, its
+    results for a few tokens are compared with those of transformers.
     """
 
     def __init__(self, context: BuildContext, config: ModelConfig) -> None:
@@ -47,33 +47,32 @@ class TransformersModel(BaseModel):
         weights = ModuleWeights(self._model, context.weights.version)
         pack_linears(replace(context, weights=weights, weight_cache=None), self._model, head, embedding)
         if context.ops.NAME == "cpu" and not has_other_matrices(self._model):
-            torch.set_num_threads(1)  # which otherwise spin for a while after each call, on cores that the kernels lack
-        with self._refused_by_name():
+            torch.set_num_threads(1)  # others would busy-wait after each call, on cores that the kernels need
+        with self._checked():
             fix_rope(self._model, context.max_len)
             self._record()
             check(self, self._model, context)
 
     @contextmanager
-    def _refused_by_name(self) -> Iterator[None]:
+    def _checked(self) -> Iterator[None]:
+        """Context manager that raises ``PenstockError`` (``unsupported``), with the architecture, for all errors."""
         architecture = self.config.architecture
         try:
             yield
-        except UnsupportedAttention as error:
+        except (UnsupportedAttention, PenstockError) as error:
             raise unsupported(architecture, error) from error
-        except PenstockError as error:
-            raise unsupported(architecture, error) from error
-        except Exception as error:  # whatever a model's code raises where it meets a mask or layer of ours
-            why = first_line(error)
-            if CausalMask.__name__ in why:
-                why = "its modules compute with the attention mask themselves, as with position biases"
-            raise unsupported(architecture, why) from error
+        except Exception as error:  # a model's code may raise anything when it gets a mask or layer of Penstock
+            reason = first_line(error)
+            if CausalMask.__name__ in reason:
+                reason = "its modules compute with the attention mask themselves, as with position biases"
+            raise unsupported(architecture, reason) from error
 
     @torch.inference_mode()
     def _record(self) -> None:
-        """Find the body, which is the first module that runs, and its attentions."""
-        began: list[nn.Module] = []
+        """Find the body, which is the first module that runs, and record its attentions."""
+        started: list[nn.Module] = []
         hooks = [
-            module.register_forward_pre_hook(lambda module, _: began.append(module))
+            module.register_forward_pre_hook(lambda module, _: started.append(module))
             for module in self._model.modules()
             if module is not self._model
         ]
@@ -84,20 +83,20 @@ class TransformersModel(BaseModel):
         finally:
             for hook in hooks:
                 hook.remove()
-        self._body = began[0]
+        self._body = started[0]
         recorded = RecordedAttentions(self.max_len)
         with attending(recorded):
             self._output = self._run_body(ids[0], torch.arange(2, device=self._device))
         if not recorded.calls:
             raise UnsupportedAttention("its attention does not go through the attention interface")
         self._calls, self._masks = recorded.calls, recorded.masks
-        wanted = [window if window < self.max_len else 0 for window in self._windows]
+        expected = [window if window < self.max_len else 0 for window in self._windows]
         found = [call.window for call in recorded.calls]
-        if found != wanted if len(found) == len(wanted) else not {*found} <= {*wanted}:
+        if found != expected if len(found) == len(expected) else not {*found} <= {*expected}:
             raise UnsupportedAttention("its masks have other sliding windows than its KV cache")
 
     def _run_body(self, token_ids: Tensor, positions: Tensor) -> Any:
-        """What the body returns for ``[tokens]`` int64 and their positions."""
+        """Run the body for ``[tokens]`` int64 and their positions."""
         return self._body(
             input_ids=token_ids[None],
             attention_mask=torch.ones_like(token_ids)[None],
@@ -107,7 +106,6 @@ class TransformersModel(BaseModel):
         )
 
     def kv_specs(self, block_size: int, quantization: str = "") -> list[KVSpec]:
-        """As ``Model.kv_specs``: an entry for each attention of a pass."""
         dtype = str(self.dtype).removeprefix("torch.")
         return [
             KVSpec(call.num_kv_heads, call.head_dim, dtype, block_size, quantization, call.window)
@@ -115,12 +113,10 @@ class TransformersModel(BaseModel):
         ]
 
     def transfer_layouts(self, slot_tokens: int, quantization: str = "") -> list[TransferLayout]:
-        """As ``Model.transfer_layouts``; raises ``PenstockError``, as keys and values are not transferred."""
-        raise invalid("role", "models run by transformers do not transfer their KV cache")
+        raise invalid("role", "models run by transformers do not support KV cache transfer")
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: list[Any], export: Sequence[LayerExport] = ()) -> Tensor:
-        """As ``Model.forward``."""
         attentions = PagedAttentions(self._ops, self._calls, self._masks, batch, cache)
         with attending(attentions):
             hidden: Tensor = self._run_body(batch.token_ids, batch.positions).last_hidden_state[0]
@@ -129,13 +125,12 @@ class TransformersModel(BaseModel):
 
     @torch.inference_mode()
     def embed(self, token_ids: Tensor) -> Tensor:
-        """As ``Model.embed``."""
         embedded: Tensor = self._model.get_input_embeddings()(token_ids)
         return embedded
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """As ``Model.logits``: the causal language model over these in place of its body's hidden states."""
+        """See ``Model.logits``. Runs the causal language model with these hidden states as the output of its body."""
         output = type(self._output)(last_hidden_state=hidden[None])
         ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=self._device)
         self._body.forward = lambda *args, **options: output
@@ -147,11 +142,9 @@ class TransformersModel(BaseModel):
 
     @torch.inference_mode()
     def argmax(self, hidden: Tensor, bitmask: Tensor | None = None) -> Tensor:
-        """As ``Model.argmax``, of all logits."""
         logits = self.logits(hidden)
         return (logits if bitmask is None else self._ops.apply_bitmask(logits, bitmask)).argmax(-1)
 
 
 def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> TransformersModel:
-    """``Family.build``."""
     return TransformersModel(context, config)

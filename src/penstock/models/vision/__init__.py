@@ -1,1 +1,1 @@
-"""Vision towers, and the vision transformer that most of them share."""
+"""Vision towers, and the vision transformer of most of them."""

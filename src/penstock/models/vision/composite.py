@@ -1,4 +1,4 @@
-"""What models have in common that put a vision tower and a projector before a language model of another family."""
+"""Builders of models with a vision tower, a projector, and a language model of another family."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .vit import ACTIVATIONS
 
 
 def projector(context: BuildContext, config: ModelConfig, inputs: int, bias: bool) -> VisionMLP:
-    """Two linear layers that make features of a tower's outputs, ``[features, inputs]`` to ``[features, hidden]``.
+    """Projector of two linear layers, ``[features, inputs]`` to ``[features, hidden]``.
 
     Args:
-        context: of ``tower_context``.
+        context: result of ``tower_context``.
     """
     names = f"{PROJECTOR}.linear_1", f"{PROJECTOR}.linear_2"
     sizes = inputs, config.hidden_size, config.hidden_size
@@ -31,7 +31,11 @@ def build(
     num_mtp_heads: int,
     tower: Callable[[BuildContext, ModelConfig, Embed], VisionTower],
 ) -> Decoder:
-    """``Family.build`` of a language model with a vision tower, which is made of a ``tower_context``."""
+    """``Family.build`` of a language model with a vision tower.
+
+    Args:
+        tower: builds the tower from a ``tower_context``, the configuration, and ``Model.embed``.
+    """
     decoder = Decoder(context, config, num_mtp_heads)
     decoder.vision = tower(tower_context(context), config, decoder.embed)
     return decoder

@@ -1,4 +1,4 @@
-"""The vision tower of ERNIE 4.5 VL (Baidu, 2025): patches of single frames, of which pairs become features."""
+"""Vision tower and experts of ERNIE 4.5 VL (Baidu, 2025). Patches have one frame; features have two."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from .patches import normalized_patches, patch_positions
 
 
 class ErnieVisionTower(MRoPEPositions):
-    """A ``VisionTower``. All ranks have it whole, and it is not quantized.
+    """A ``VisionTower``. All ranks have the whole tower, and it is not quantized.
 
     Args:
-        mrope, embed: of the language model.
-        eps: of the language model's norms.
+        mrope, embed: M-RoPE and embedding of the language model.
+        eps: epsilon of the language model's norms.
     """
 
     def __init__(self, context: BuildContext, config: VisionConfig, mrope: MRoPE, embed: Embed, eps: float) -> None:
@@ -58,7 +58,6 @@ class ErnieVisionTower(MRoPEPositions):
 
     @torch.inference_mode()
     def encode(self, image: ImageInput) -> Tensor:
-        """As ``VisionTower.encode``."""
         config, merge = self._config, self._config.merge_size
         patches = np.concatenate([normalized_patches(each, config.patch_size, merge, 1) for each in _frames(image)])
         x = self._patch_embed(torch.from_numpy(patches).to(self._device, self._dtype))
@@ -87,7 +86,7 @@ def _block(context: BuildContext, config: VisionConfig, number: int, threads: He
 
 
 class _ResamplerMLP:
-    """Two linear layers, and a norm."""
+    """An MLP and a norm."""
 
     def __init__(self, context: BuildContext, name: str, inputs: int, outputs: int) -> None:
         self._mlp = VisionMLP(context, f"{name}.0", f"{name}.2", (inputs, outputs, outputs), F.gelu)
@@ -98,7 +97,7 @@ class _ResamplerMLP:
 
 
 KINDS = ("text_moe", "vision_moe")
-"""Names of a layer's two sets of experts, in the order in which checkpoints number them."""
+"""Module names of a layer's experts for text and for images, in the order of their indices in checkpoints."""
 MODULE = re.compile(rf"(.+\.mlp)\.({'|'.join(KINDS)})\.(.+)")
 VISION_TOKENS = {
     "image_token_id": 100295,
@@ -108,30 +107,30 @@ VISION_TOKENS = {
     "video_start_token_id": 101306,
     "video_end_token_id": 101307,
 }
-"""Tokens that the experts for images take, by their names in ``config.json``."""
+"""Default ids of the tokens that are routed to the experts for images, by field of ``config.json``."""
 
 
 def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Decoder:
     assert config.experts
-    vision_sizes = replace(config.experts, intermediate_size=config.experts.vision_intermediate_size, shared_size=0)
-    of_experts = replace(context, weights=_ExpertWeights(context.weights, config.experts.num_experts))
-    kinds = TokenKinds()
+    vision_experts = replace(config.experts, intermediate_size=config.experts.vision_intermediate_size, shared_size=0)
+    experts_context = replace(context, weights=_ExpertWeights(context.weights, config.experts.num_experts))
+    image_tokens = ImageTokens()
 
     def mlp(context: BuildContext, config: ModelConfig, layer: int, name: str) -> MLPLayer:
         assert config.experts
         if layer in config.experts.dense_layers:
             return dense_mlp(context, config, layer, name)
         sets = []
-        for kind, experts in zip(KINDS, (config.experts, vision_sizes), strict=True):
-            own = replace(config, experts=replace(experts, module=f"mlp.{kind}", shared_size=0))
-            sets.append(feed_forward(of_experts, own, layer, name))
+        for kind, experts in zip(KINDS, (config.experts, vision_experts), strict=True):
+            kind_config = replace(config, experts=replace(experts, module=f"mlp.{kind}", shared_size=0))
+            sets.append(feed_forward(experts_context, kind_config, layer, name))
         shared = None
         if size := config.experts.shared_size:
             shared = dense_mlp(context, replace(config, intermediate_size=size), layer, f"{name}.shared_experts")
-        return ModalityExperts(context, sets[0], sets[1], shared, kinds, layer == config.num_layers - 1)
+        return ModalityExperts(context, sets[0], sets[1], shared, image_tokens, layer == config.num_layers - 1)
 
     tokens = torch.tensor([int(config.raw.get(name, token)) for name, token in VISION_TOKENS.items()])
-    decoder = ErnieDecoder(context, config, num_mtp_heads, mlp, kinds, tokens.to(context.device))
+    decoder = ErnieDecoder(context, config, num_mtp_heads, mlp, image_tokens, tokens.to(context.device))
     table = context.rope_table(config.head_dim, config.rope_parameters, config.max_position_embeddings)
     mrope = MRoPE(table, context.max_len, config.rope_parameters["mrope_section"], alternating=True)
     vision = read_vision_config(config.raw)
@@ -140,20 +139,21 @@ def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Dec
 
 
 @dataclass
-class TokenKinds:
-    """Which tokens of a step are of images, ``[tokens]`` bool."""
+class ImageTokens:
+    """Mask of the image tokens in a step."""
 
     all: Tensor | None = None
+    """Mask of all tokens, ``[tokens]`` bool."""
     outputs: Tensor | None = None
-    """Of those that the last layer goes on with."""
+    """Mask of ``batch.logits_indices``, ``[rows]`` bool, for the last layer."""
 
 
 class ErnieDecoder(Decoder):
-    """A ``Decoder`` that tells its layers which tokens of a step are of images.
+    """A ``Decoder`` that computes the mask of image tokens for its layers.
 
     Args:
-        kinds: of the step, for the layers.
-        tokens: that are of images, ``[tokens]`` int64.
+        image_tokens: mask, updated in each step.
+        token_ids: ids of image tokens, int64.
     """
 
     def __init__(
@@ -162,51 +162,50 @@ class ErnieDecoder(Decoder):
         config: ModelConfig,
         num_mtp_heads: int,
         mlp: MLPFactory,
-        kinds: TokenKinds,
-        tokens: Tensor,
+        image_tokens: ImageTokens,
+        token_ids: Tensor,
     ) -> None:
         super().__init__(context, config, num_mtp_heads, mlp=mlp)
-        self._kinds = kinds
-        self._tokens = tokens
+        self._image_tokens = image_tokens
+        self._token_ids = token_ids
 
     def forward(self, batch: Batch, cache: list[Any], export: Sequence[LayerExport] = ()) -> Tensor:
-        self._kinds.all = torch.isin(batch.token_ids, self._tokens)
-        self._kinds.outputs = self._kinds.all[batch.logits_indices]
+        self._image_tokens.all = torch.isin(batch.token_ids, self._token_ids)
+        self._image_tokens.outputs = self._image_tokens.all[batch.logits_indices]
         return super().forward(batch, cache, export)
 
 
 @dataclass(frozen=True)
 class ModalityExperts:
-    """An ``MLPLayer`` that has experts for text and others for images, and one that every token has."""
+    """An ``MLPLayer`` with experts for text, experts for images, and shared experts for all tokens."""
 
     context: BuildContext
     text: MLPLayer
     vision: MLPLayer
     shared: MLPLayer | None
-    kinds: TokenKinds
+    image_tokens: ImageTokens
     is_last: bool
-    """Whether it is in the last layer."""
+    """True in the last layer of the model."""
 
     def __call__(self, x: Tensor, lora_slots: Tensor | None) -> Tensor:
-        """As ``MLPLayer.__call__``."""
-        chosen = self.kinds.outputs if self.is_last else self.kinds.all
-        assert chosen is not None
-        if not chosen.any():
-            made = self.text(x, lora_slots)
+        is_image = self.image_tokens.outputs if self.is_last else self.image_tokens.all
+        assert is_image is not None
+        if not is_image.any():
+            out = self.text(x, lora_slots)
         else:
-            made = torch.empty_like(x)
-            for experts, tokens in ((self.text, ~chosen), (self.vision, chosen)):
+            out = torch.empty_like(x)
+            for experts, tokens in ((self.text, ~is_image), (self.vision, is_image)):
                 rows = tokens.nonzero().flatten()
                 if len(rows):
-                    made[rows] = experts(x[rows], None if lora_slots is None else lora_slots[rows])
+                    out[rows] = experts(x[rows], None if lora_slots is None else lora_slots[rows])
         if self.shared is None:
-            return made
-        return self.context.ops.add_residual(self.shared(x, lora_slots), self.context.ops.clone(made))
+            return out
+        return self.context.ops.add_residual(self.shared(x, lora_slots), self.context.ops.clone(out))
 
 
 class _ExpertWeights:
-    """``layers.Weights`` that has text's and images' experts, and their routers, under names of their own: checkpoints
-    number all experts of a layer together, and have routers transposed."""
+    """``layers.Weights`` with separate names for the experts and routers of text and images. In checkpoints the indices
+    of image experts follow those of text experts, and routers are transposed."""
 
     def __init__(self, base: Weights, num_experts: int) -> None:
         self._base = base
@@ -217,7 +216,6 @@ class _ExpertWeights:
         return self._base.version
 
     def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
-        """As ``layers.Weights.read``."""
         match = MODULE.fullmatch(name)
         first, end = rows or (0, shape[0])
         if match and match[3] == "gate.weight":
@@ -232,15 +230,13 @@ class _ExpertWeights:
         return self._base.has(self._stored(name))
 
     def format_of(self, name: str) -> Format:
-        """As ``layers.Weights.format_of``."""
         return self._base.format_of(self._stored(name))
 
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight | Tensor:
-        """As ``layers.Weights.read_quantized``."""
         return self._base.read_quantized(self._stored(name), outputs, inputs, rows)
 
     def _stored(self, name: str) -> str:
-        """Where an expert's matrix lies."""
+        """Name in the checkpoint of an expert's matrix; other names are unchanged."""
         if not (match := MODULE.fullmatch(name)) or not match[3].startswith("experts."):
             return name
         _, number, rest = match[3].split(".", 2)

@@ -1,5 +1,5 @@
-"""Gemma 3 that sees images (Gemma Team, 2025): SigLIP, whose patches are averaged to 256 features of an image. These
-attend to each other in both directions."""
+"""Vision tower of Gemma 3 (Gemma Team, 2025): SigLIP, with patches averaged to 256 features per image, which attend to
+each other bidirectionally."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Gemma3VisionTower(TokenPositions):
     """A ``VisionTower``.
 
     Args:
-        context: of ``tower_context``.
-        embed: of the language model.
+        context: result of ``tower_context``.
+        embed: embedding of the language model.
     """
 
     bidirectional = True
@@ -44,7 +44,6 @@ class Gemma3VisionTower(TokenPositions):
 
     @torch.inference_mode()
     def encode(self, image: ImageInput) -> Tensor:
-        """As ``VisionTower.encode``."""
         patches = self._post_norm(self._encoder(image).flatten(0, 1))
         grid = patches.T.reshape(1, -1, self._grid, self._grid)
         pooled = F.avg_pool2d(grid, self._pooled).flatten(2).mT[0].contiguous()

@@ -1,5 +1,5 @@
-"""InternVL 3 (Zhu et al., 2025), of transformers' checkpoints: InternViT over tiles, whose patches are merged by pixel
-shuffle."""
+"""Vision tower of InternVL 3 (Zhu et al., 2025) in transformers' format: InternViT on tiles, with patches merged by
+pixel shuffle."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ PROJECTOR_EPS = 1e-5
 
 
 class InternVLVisionTower(TokenPositions):
-    """A ``VisionTower``.
+    """A ``VisionTower``. The features of tiles are concatenated.
 
     Args:
-        context: of ``tower_context``.
-        embed: of the language model.
+        context: result of ``tower_context``.
+        embed: embedding of the language model.
     """
 
     def __init__(self, context: BuildContext, config: ModelConfig, embed: Embed) -> None:
@@ -47,7 +47,6 @@ class InternVLVisionTower(TokenPositions):
 
     @torch.inference_mode()
     def encode(self, image: ImageInput) -> Tensor:
-        """As ``VisionTower.encode``: of one tile after the other."""
         states = self._encoder(image)
         if self._post_norm:
             states = self._post_norm(states)

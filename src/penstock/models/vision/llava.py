@@ -1,5 +1,5 @@
-"""LLaVA 1.5 (Liu et al., 2023) with CLIP, SigLIP or Pixtral, and LLaVA-OneVision (Li et al., 2024) with tiles:
-a projector of two layers between encoder and language model."""
+"""Vision towers of LLaVA 1.5 (Liu et al., 2023) and LLaVA-OneVision (Li et al., 2024): an encoder, and a projector of
+two layers."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def llava_tower(context: BuildContext, config: ModelConfig, embed: Embed) -> Vis
 
 
 class LlavaVisionTower(TokenPositions):
-    """A ``VisionTower`` that makes a feature of each patch.
+    """A ``VisionTower`` with one feature per patch.
 
     Args:
-        context: of ``tower_context``.
-        embed: of the language model.
+        context: result of ``tower_context``.
+        embed: embedding of the language model.
     """
 
     def __init__(self, context: BuildContext, config: ModelConfig, embed: Embed) -> None:
@@ -45,7 +45,6 @@ class LlavaVisionTower(TokenPositions):
 
     @torch.inference_mode()
     def encode(self, image: ImageInput) -> Tensor:
-        """As ``VisionTower.encode``."""
         return self.encode_tiles(image).flatten(0, 1)
 
     def encode_tiles(self, image: ImageInput) -> Tensor:
@@ -55,11 +54,12 @@ class LlavaVisionTower(TokenPositions):
 
 
 class OneVisionTower(LlavaVisionTower):
-    """Places the features of tiles side by side, without those of padding, and adds a learned one to each row.
+    """A ``VisionTower`` that joins the features of tiles, drops those of padding, and appends a learned newline feature
+    to each row.
 
     Args:
-        context: of ``tower_context``.
-        embed: of the language model.
+        context: result of ``tower_context``.
+        embed: embedding of the language model.
     """
 
     def __init__(self, context: BuildContext, config: ModelConfig, embed: Embed) -> None:
@@ -69,17 +69,17 @@ class OneVisionTower(LlavaVisionTower):
 
     @torch.inference_mode()
     def encode(self, image: ImageInput) -> Tensor:
-        """As ``VisionTower.encode``: the whole image first, then its tiles."""
+        """See ``VisionTower.encode``. The features of the whole image precede those of its tiles."""
         whole, *tiles = self.encode_tiles(image)
         if not tiles:
             return torch.cat((whole, self._newline[None]))
         (down, right), grid = image.grid, self._anyres.grid
-        places = self._anyres.features(*image.original_size, image.grid)
+        area = self._anyres.features(*image.original_size, image.grid)
         features = torch.stack(tiles).view(down, right, grid, grid, -1).permute(4, 0, 2, 1, 3).flatten(1, 2).flatten(2)
-        rows, columns = slice(places.top, places.top + places.rows), slice(places.left, places.left + places.columns)
+        rows, columns = slice(area.top, area.top + area.rows), slice(area.left, area.left + area.columns)
         features = features[:, rows, columns]
-        if places.shrunk:
-            features = F.interpolate(features[None], places.shrunk, mode="bilinear")[0]
+        if area.shrunk:
+            features = F.interpolate(features[None], area.shrunk, mode="bilinear")[0]
         newlines = self._newline[:, None, None].expand(-1, features.shape[1], 1)
         return torch.cat((whole, torch.cat((features, newlines), -1).flatten(1).T))
 

@@ -1,4 +1,4 @@
-"""Patches of images and frames: their pixels, and their places."""
+"""Patches of images and frames: pixels and positions."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from penstock.core.multimodal import ImageInput
 
 
 def normalized_patches(image: ImageInput, patch: int, merge: int, temporal: int) -> np.ndarray:
-    """The pixels of an image in patches, ``[patches, 3 * temporal * patch * patch]`` float32: those of one feature
-    after the other, the last frame repeated up to ``temporal``. They are ``pixel_values`` of transformers'
-    processor."""
+    """Normalized pixels of an image's patches, ``[patches, 3 * temporal * patch * patch]`` float32, as ``pixel_values``
+    of transformers' processor. Patches are grouped by feature; the last frame is repeated up to ``temporal``.
+
+    Args:
+        patch: edge of a patch in pixels.
+        merge: edge of a feature in patches.
+        temporal: number of frames per patch.
+    """
     pixels = np.frombuffer(image.pixels, np.uint8).reshape(image.num_frames, image.height, image.width, 3)
     frames = _normalized(pixels, image)[np.minimum(np.arange(temporal), image.num_frames - 1)]
     split = frames.reshape(temporal, image.rows, merge, patch, image.columns, merge, patch, 3)
@@ -21,8 +26,8 @@ def normalized_patches(image: ImageInput, patch: int, merge: int, temporal: int)
 
 
 def tile_patches(image: ImageInput, patch: int) -> np.ndarray:
-    """The pixels of an image's tiles in patches, ``[tiles, patches, 3 * patch * patch]`` float32: of each tile row by
-    row. What is left at the right and below is dropped, as a convolution does."""
+    """Normalized pixels of the patches of an image's tiles, ``[tiles, patches, 3 * patch * patch]`` float32, row by
+    row. Pixels at the right and bottom that do not fill a patch are dropped, as in a convolution."""
     pixels = np.frombuffer(image.pixels, np.uint8).reshape(image.tiles, image.height, image.width, 3)
     rows, columns = image.height // patch, image.width // patch
     normalized = _normalized(pixels[:, : rows * patch, : columns * patch], image)
@@ -31,19 +36,19 @@ def tile_patches(image: ImageInput, patch: int) -> np.ndarray:
 
 
 def _normalized(pixels: np.ndarray, image: ImageInput) -> np.ndarray:
-    """Pixels as transformers' processors normalize them, float32."""
+    """Normalize pixels as transformers' processors do, to float32."""
     scaled = (pixels.astype(np.float64) * (1 / 255)).astype(np.float32)
     result: np.ndarray = (scaled - np.array(image.mean, np.float32)) / np.array(image.std, np.float32)
     return result
 
 
 def patch_positions(rows: int, columns: int, merge: int) -> tuple[Tensor, Tensor]:
-    """Row and column of each patch, ``[features, merge * merge]`` int64 each: those of one feature after the other.
+    """Row and column of each patch, ``[features, merge * merge]`` int64 each, grouped by feature.
 
     Args:
-        rows, columns: of features.
-        merge: patches of a feature's edge.
+        rows, columns: number of rows and columns of features.
+        merge: edge of a feature in patches.
     """
     grid = torch.arange(rows * merge * columns * merge).view(rows, merge, columns, merge).transpose(1, 2)
-    places = grid.reshape(rows * columns, merge**2)
-    return places // (columns * merge), places % (columns * merge)
+    indices = grid.reshape(rows * columns, merge**2)
+    return indices // (columns * merge), indices % (columns * merge)

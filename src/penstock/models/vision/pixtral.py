@@ -1,5 +1,5 @@
-"""Pixtral (Agrawal et al., 2024) and Mistral Small 3.1: an encoder with rotary positions in two dimensions, for images
-of any size; the latter merges patches."""
+"""Vision tower of Pixtral (Agrawal et al., 2024) and Mistral Small 3.1: an encoder with 2-D rotary embedding, for
+images of any size. Mistral Small 3.1 merges patches."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .vit import ViT
 
 
 class PixtralVisionTower(TokenPositions):
-    """A ``VisionTower``. Tokens between an image's rows, and the one behind it, keep their own embeddings.
+    """A ``VisionTower``. The tokens between an image's rows, and at its end, keep their embeddings.
 
     Args:
-        context: of ``tower_context``.
-        embed: of the language model.
+        context: result of ``tower_context``.
+        embed: embedding of the language model.
     """
 
     def __init__(self, context: BuildContext, config: ModelConfig, embed: Embed) -> None:
@@ -45,7 +45,7 @@ class PixtralVisionTower(TokenPositions):
 
     @torch.inference_mode()
     def encode(self, image: ImageInput) -> Tensor:
-        """As ``VisionTower.encode``; zeros for the tokens that have no features."""
+        """See ``VisionTower.encode``. Tokens without features have zeros."""
         patch = self._config.patch_size
         rows, columns = image.height // patch, image.width // patch
         rope = _rope(rows, columns, self._config.size // self._config.heads, self._theta)
@@ -57,10 +57,10 @@ class PixtralVisionTower(TokenPositions):
 
 
 class _Merger:
-    """Norms patches, and makes one vector of those of a square.
+    """Norm of patches, and merger of squares of patches to one vector.
 
     Args:
-        merge: patches of its edge.
+        merge: edge of a square in patches.
     """
 
     def __init__(self, context: BuildContext, config: ModelConfig, size: int, merge: int) -> None:
@@ -77,8 +77,7 @@ class _Merger:
 
 
 def _rope(rows: int, columns: int, head_dim: int, theta: float) -> Tensor:
-    """Cosines and sines, ``[2, patches, head_dim]`` float32: every second frequency is of the row, and those between of
-    the column."""
+    """Cosines and sines, ``[2, patches, head_dim]`` float32. Rows use the even frequencies, columns the odd ones."""
     frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     down = torch.arange(rows).repeat_interleave(columns)
     right = torch.arange(columns).repeat(rows)

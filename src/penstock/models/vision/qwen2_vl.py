@@ -1,4 +1,4 @@
-"""The vision towers of Qwen2-VL (Wang et al., 2024) and Qwen2.5-VL (Bai et al., 2025)."""
+"""Vision towers of Qwen2-VL (Wang et al., 2024) and Qwen2.5-VL (Bai et al., 2025)."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from ..vision_tower import Embed, MRoPEPositions, tower_context
 from .patches import normalized_patches, patch_positions
 
 EPS = 1e-6
-"""Of all norms."""
+"""Epsilon of all norms."""
 
 
 class QwenVisionTower(MRoPEPositions):
-    """A ``VisionTower``. All ranks have it whole, and it is not quantized.
+    """A ``VisionTower``. All ranks have the whole tower, and it is not quantized.
 
     Args:
-        mrope, embed: of the language model.
+        mrope, embed: M-RoPE and embedding of the language model.
     """
 
     def __init__(self, context: BuildContext, config: Qwen2VisionConfig, mrope: MRoPE, embed: Embed) -> None:
@@ -54,7 +54,6 @@ class QwenVisionTower(MRoPEPositions):
 
     @torch.inference_mode()
     def encode(self, image: ImageInput) -> Tensor:
-        """As ``VisionTower.encode``."""
         config = self._config
         rows, columns, merge = image.rows, image.columns, config.merge_size
         patches = normalized_patches(image, config.patch_size, merge, config.temporal_patch_size)
@@ -71,7 +70,7 @@ class QwenVisionTower(MRoPEPositions):
         return features[order.argsort().to(self._device)]
 
     def _windows(self, rows: int, columns: int) -> tuple[Tensor, list[int]]:
-        """The features in the order of their windows, ``[features]`` int64, and the patches of each window."""
+        """Indices of the features, grouped by window, ``[features]`` int64, and the number of patches per window."""
         order = torch.arange(rows * columns).view(rows, columns)
         edge = self._config.window
         if not edge:

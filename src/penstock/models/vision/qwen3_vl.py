@@ -1,4 +1,4 @@
-"""The vision tower of Qwen3-VL (Qwen Team, 2025): learned positions, and features of several depths (DeepStack)."""
+"""Vision tower of Qwen3-VL (Qwen Team, 2025): learned positions, and features of several layers (DeepStack)."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from ..vision_tower import Embed, MRoPEPositions, tower_context
 from .patches import normalized_patches, patch_positions
 
 EPS = 1e-6
-"""Of all norms."""
+"""Epsilon of all norms."""
 
 
 class Qwen3VisionTower(MRoPEPositions):
-    """A ``VisionTower``. All ranks have it whole, and it is not quantized.
+    """A ``VisionTower``. All ranks have the whole tower, and it is not quantized.
 
     Args:
-        mrope, embed: of the language model.
-        deepstack: as of ``VisionTower``.
+        mrope, embed: M-RoPE and embedding of the language model.
+        deepstack: see ``VisionTower``.
     """
 
     def __init__(
@@ -55,7 +55,6 @@ class Qwen3VisionTower(MRoPEPositions):
 
     @torch.inference_mode()
     def encode(self, image: ImageInput) -> Tensor:
-        """As ``VisionTower.encode``."""
         config, merge = self._config, self._config.merge_size
         patches = normalized_patches(image, config.patch_size, merge, config.temporal_patch_size)
         x = self._patch_embed(torch.from_numpy(patches).to(self._device, self._dtype))
@@ -70,18 +69,22 @@ class Qwen3VisionTower(MRoPEPositions):
         return torch.cat([self._merger(x), *deep], -1)
 
     def _position_embeddings(self, down: Tensor, right: Tensor, height: int, width: int) -> Tensor:
-        """The grid of learned positions stretched over the patches, ``[patches, size]``: corners on corners, bilinear
-        in between."""
-        taps = [_taps(place, length, self._config.grid) for place, length in ((down, height), (right, width))]
+        """Position embeddings of patches, ``[patches, size]``: bilinear interpolation of the grid of learned positions,
+        with aligned corners."""
+        taps = [_taps(index, length, self._config.grid) for index, length in ((down, height), (right, width))]
         (rows, row_weights), (columns, column_weights) = taps
-        places = (rows[:, :, None] * self._config.grid + columns[:, None]).flatten(1).to(self._device)
+        indices = (rows[:, :, None] * self._config.grid + columns[:, None]).flatten(1).to(self._device)
         weights = (row_weights[:, :, None] * column_weights[:, None]).flatten(1).to(self._device)
-        return (self._positions[places] * weights[..., None]).sum(1).to(self._dtype)
+        return (self._positions[indices] * weights[..., None]).sum(1).to(self._dtype)
 
 
-def _taps(place: Tensor, length: int, grid: int) -> tuple[Tensor, Tensor]:
-    """The two learned positions next to each place on an axis, and their weights, ``[patches, 2]`` each."""
-    exact = place.float() * (grid - 1) / max(length - 1, 1)
+def _taps(index: Tensor, length: int, grid: int) -> tuple[Tensor, Tensor]:
+    """The two nearest learned positions on an axis, and their interpolation weights, ``[patches, 2]`` each.
+
+    Args:
+        index: row or column of each patch, out of ``length``.
+    """
+    exact = index.float() * (grid - 1) / max(length - 1, 1)
     below = exact.floor()
     taps = below[:, None] + torch.arange(2)
     weights = (1 - (exact[:, None] - taps).abs()).clamp(min=0)
@@ -98,10 +101,10 @@ def _block(context: BuildContext, config: Qwen3VisionConfig, number: int, thread
 
 
 class _Merger:
-    """Makes a feature of its patches.
+    """Merger of the patches of a feature.
 
     Args:
-        norm_merged: norm the patches of a feature together, and not each.
+        norm_merged: normalize the patches of a feature together; else each patch.
     """
 
     def __init__(self, context: BuildContext, config: Qwen3VisionConfig, name: str, norm_merged: bool) -> None:
@@ -118,7 +121,7 @@ class _Merger:
 
 
 class DeepstackMLP:
-    """An MLP whose output has features of images added (DeepStack; Meng et al., 2024).
+    """An ``MLPLayer`` that adds image features to its output (DeepStack; Meng et al., 2024).
 
     Args:
         features: an entry of ``VisionTower.deepstack``.
@@ -130,9 +133,8 @@ class DeepstackMLP:
         self._features = features
 
     def __call__(self, x: Tensor, lora_slots: Tensor | None) -> Tensor:
-        """As ``MLPLayer.__call__``."""
-        made = self._mlp(x, lora_slots)
-        return self._ops.add_residual(made, self._ops.clone(self._features[: len(made)]))  # which may be changed
+        out = self._mlp(x, lora_slots)
+        return self._ops.add_residual(out, self._ops.clone(self._features[: len(out)]))  # layers may modify the result
 
 
 def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Decoder:
@@ -143,8 +145,8 @@ def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Dec
     ]
 
     def mlp(context: BuildContext, config: ModelConfig, layer: int, name: str) -> MLPLayer:
-        made = feed_forward(context, config, layer, name)
-        return DeepstackMLP(context.ops, made, deepstack[layer]) if layer < len(deepstack) else made
+        inner = feed_forward(context, config, layer, name)
+        return DeepstackMLP(context.ops, inner, deepstack[layer]) if layer < len(deepstack) else inner
 
     decoder = Decoder(context, config, num_mtp_heads, mlp=mlp)
     table = context.rope_table(config.head_dim, config.rope_parameters, config.max_position_embeddings)

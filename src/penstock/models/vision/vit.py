@@ -1,4 +1,4 @@
-"""Vision transformers (Dosovitskiy et al., 2021) as SigLIP, CLIP, InternViT and Pixtral have them."""
+"""Vision transformer (Dosovitskiy et al., 2021) of SigLIP, CLIP, InternViT and Pixtral."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from penstock.ops import activations
 from .patches import tile_patches
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    **{name: activations.ACTIVATIONS[own] for name, own in TEXT_ACTIVATIONS.items()},
+    **{name: activations.ACTIVATIONS[key] for name, key in TEXT_ACTIVATIONS.items()},
     "quick_gelu": quick_gelu,
 }
-"""By ``hidden_act``."""
+"""Activation functions by ``hidden_act``."""
 
 
 class ViT:
-    """An encoder of tiles, each by itself.
+    """An encoder of independent tiles.
 
     Args:
-        context: of ``tower_context``.
-        name: of the tower in the checkpoint.
-        feature_layers: whose hidden states are returned, one after the other in each row; None for the last layer.
+        context: result of ``tower_context``.
+        name: name of the tower in the checkpoint.
+        feature_layers: layers whose hidden states are returned, concatenated; None: the last layer.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class ViT:
         ]
 
     def __call__(self, image: ImageInput, rope: Tensor | None = None) -> Tensor:
-        """The hidden states of an image's patches, ``[tiles, patches, layers * size]``; a class token comes first.
+        """Hidden states of an image's patches, ``[tiles, patches, layers * size]``. A class token precedes the patches.
 
         Args:
-            rope: as of ``VisionAttention``.
+            rope: see ``VisionAttention``.
         """
         patches = torch.from_numpy(tile_patches(image, self._config.patch_size)).to(self._device, self._dtype)
         x = self._patch_embed(patches.flatten(0, 1)).view(image.tiles, -1, self._config.size)
@@ -81,7 +81,7 @@ class ViT:
 
 
 def make_norm(context: BuildContext, config: ViTConfig, name: str) -> Norm:
-    """A norm as the encoder has them."""
+    """Build a norm of the encoder's kind."""
     if config.rms_norm:
         return RMSNorm(context, name, config.size, config.eps)
     return LayerNorm(context, name, config.size, config.eps, bias=True)

@@ -1,4 +1,4 @@
-"""Sources of weights: checkpoints, the cache of packed weights, engine folders, LoRA adapters, and dummy weights."""
+"""Sources of weights: checkpoints, weight cache, engine folders, LoRA adapters, and dummy weights."""
 
 from .cache import WeightCache
 from .checkpoint import Checkpoint, tied_embedding

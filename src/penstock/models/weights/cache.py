@@ -1,4 +1,4 @@
-"""A cache of packed weights on disk: the next start maps them in place of quantizing and packing again."""
+"""Cache of packed weights on disk, which the next start maps instead of quantizing and packing again."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from .packed_file import PackedFile, PackedLayout, verifiers
 logger = logging.getLogger(__name__)
 
 EXIT_TIMEOUT = 8.0
-"""Seconds that an ending process waits for its writing thread; then the file stays unfinished."""
+"""Seconds that an exiting process waits for its writing thread. After that the file stays incomplete."""
 LOGGED_NAMES = 3
-"""Names of damaged tensors in a log line."""
+"""Maximum number of damaged tensors named in a log line."""
 
 
 class WeightCache:
-    """The packed matrices of one checkpoint, in one format, of one rank: one file of the cache folder.
+    """``layers.PackedWeights``: the packed matrices of a checkpoint for one packing and rank, in one file.
 
-    The file is mapped: engines on one machine share its pages, and nothing is copied. Threads verify each tensor's
-    checksum before it is handed out. Tensors are packed again from the checkpoint, and ``save`` replaces the file,
-    where they are damaged, were made from another state of the checkpoint or by another version of Penstock, or
-    may have been written by another user.
+    The file is mapped, so engines on a machine share its pages, and nothing is copied. Threads verify each tensor's
+    checksum before it is used. Tensors are packed again from the checkpoint, and ``save`` replaces the file, if they
+    are damaged, belong to another state of the checkpoint or another version of Penstock, or may have been written by
+    another user.
 
-    A file that is truncated while an engine has it mapped ends that engine with SIGBUS; the next start finds it so.
+    If a file is truncated while an engine maps it, that engine is terminated by SIGBUS; the next start detects it.
 
     Args:
-        folder: of the cache.
+        folder: folder of the cache.
         checkpoint: folder of the checkpoint.
-        packing: all that decides a packed matrix besides the weights: layout, dtype, formats, rank and ranks.
-        state: of the checkpoint's files. What was made from another state is replaced.
-        limit: GiB that the folder may hold; 0 is the default, see ``cache_folder``.
+        packing: everything except the weights that packed matrices depend on: layout, dtype, formats, rank, ranks.
+        state: state of the checkpoint's files. Files for another state are replaced.
+        limit: maximum size of the folder in GiB; 0: default, see ``cache_folder``.
     """
 
     def __init__(self, folder: Path, checkpoint: Path, packing: str, state: str, limit: float = 0.0) -> None:
@@ -47,24 +47,24 @@ class WeightCache:
         self._limit = limit
         self._state = hashlib.sha256(f"{__version__} {state}".encode()).hexdigest()
         self._tensors: dict[str, dict[str, Tensor]] = {}
-        """All matrices of the model, in the order in which it is built."""
+        """All matrices of the model, in build order."""
         self._changed = False
-        """Whether the file lacks any of ``_tensors``."""
+        """True if the file lacks any of ``_tensors``."""
         self._file: PackedFile | None = None
-        """That of the last start, while it is of this state of the checkpoint."""
+        """File of an earlier start, if it belongs to this state of the checkpoint."""
         self._damaged: list[str] = []
         """Damaged tensors found so far, for the log."""
         self.mapped_bytes = 0
-        """Size of the mapped data."""
+        """Bytes of mapped data."""
         try:
             self._map()
         except FileNotFoundError:
             pass
-        except Exception as error:  # a cache keeps no engine from starting
+        except Exception as error:  # a broken cache must not prevent the start
             logger.warning("%s cannot be used (%s) and is made again", self._path, error)
 
     def find(self, name: str) -> dict[str, Tensor] | None:
-        """The tensors of a matrix, read-only; None where the file has none, or one of them is damaged."""
+        """Read-only tensors of a matrix; None if the file does not have it, or a tensor is damaged."""
         if self._file is None or (tensors := self._file.tensors.get(name)) is None:
             return None
         if damaged := self._file.damaged(name):
@@ -80,7 +80,7 @@ class WeightCache:
             self._changed = True
 
     def save(self) -> None:
-        """Write the file in a thread if it lacks any matrix; the start goes on meanwhile. Logs where it cannot."""
+        """Write the file in a thread, during the rest of the start, if it lacks any matrix. Failures are logged."""
         if self._damaged:
             count = f"{len(self._damaged)} tensors are" if len(self._damaged) > 1 else "a tensor is"
             names = ", ".join(self._damaged[:LOGGED_NAMES]) + ", …" * (len(self._damaged) > LOGGED_NAMES)
@@ -91,16 +91,13 @@ class WeightCache:
             atexit.register(thread.join, EXIT_TIMEOUT)
 
     def _map(self) -> None:
-        """Map the file if it is of this version, and start to verify it.
-
-        Raises ``OSError`` or ``ValueError`` where it cannot be used.
-        """
+        """Map the file if it is of this state, and start to verify it. Raises ``OSError`` or ``ValueError``."""
         threads = verifiers()
         with open_cached(self._path) as file:
             found = PackedFile(file, threads, self._state)
         threads.shutdown(wait=False)
         if found.header.state != self._state:
-            logger.info("%s is of another state of the checkpoint or another version: made again", self._path)
+            logger.info("%s belongs to another state of the checkpoint or another version: made again", self._path)
             return
         self._file, self.mapped_bytes = found, found.header.size
 

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint in memory-mapped files, one or several shards."""
+"""Tensors of a checkpoint in memory-mapped safetensors or PyTorch files."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from .tensor_files import TensorFile, open_tensors
 
 SINGLE, PYTORCH_SINGLE, MEDUSA = "model.safetensors", "pytorch_model.bin", "medusa_lm_head.pt"
 OTHERS = ("adapter_", "consolidated")
-"""How files begin that have other weights, or the same under other names."""
+"""Prefixes of files with other weights, or with the same weights under other names."""
 OLD_NORMS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
-"""How names end → how they did in checkpoints converted from TensorFlow."""
+"""Suffix of a tensor name → suffix in checkpoints converted from TensorFlow."""
 LAYER = re.compile(r"(.*\blayers\.\d+)\.")
 EXPERT = re.compile(r"\bexperts\.\d+\.")
 SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
 
 
 class Checkpoint:
-    """The safetensors files of a folder, or, where it has none, PyTorch's ``pytorch_model.bin``. Nothing is read before
-    it is taken. A single file may have another name, such as ``gptq_model-4bit-128g.safetensors``.
+    """``layers.Weights``: the safetensors files of a folder, else ``pytorch_model.bin``. Tensors are read on demand. A
+    single file may have another name, such as ``gptq_model-4bit-128g.safetensors``.
 
     Args:
-        format: of its quantized matrices; None where it has none.
-        whole: whether all files of the index have to be there; a pipeline stage needs those of its layers only.
+        format: format of quantized matrices; None: no quantization.
+        whole: require all files of the index. A pipeline stage needs only those of its layers.
 
-    Raises ``PenstockError`` (``invalid``) where files are missing or damaged, or have more than tensors.
+    Raises ``PenstockError`` (``invalid``) for missing or damaged files, or files with other objects than tensors.
     """
 
     def __init__(self, folder: Path, format: CheckpointFormat | None = None, whole: bool = True) -> None:
@@ -51,14 +51,14 @@ class Checkpoint:
         self._files: dict[str, TensorFile] = {}
         self._file_of: dict[str, str] = {}
         self.bytes_read = 0
-        """Bytes of all tensors and slices taken so far."""
-        self._taken: set[str] = set()
+        """Bytes of all tensors and slices read so far."""
+        self._read: set[str] = set()
         index, single = _names(folder)
         if (folder / index).exists():
             self._file_of = _read_index(folder / index, Path(single).suffix)
             if whole and (missing := {file for file in self._file_of.values() if not (folder / file).is_file()}):
-                named = ", ".join(sorted(missing)[:MAX_NAMED])
-                raise self._lacks(named if len(missing) <= MAX_NAMED else f"{len(missing)} files ({named}, …)")
+                names = ", ".join(sorted(missing)[:MAX_NAMED])
+                raise self._lacks(names if len(missing) <= MAX_NAMED else f"{len(missing)} files ({names}, …)")
         elif (folder / single).exists():
             self._file_of = dict.fromkeys(self._open(single).names(), single)
         elif pickles := [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]:
@@ -77,10 +77,10 @@ class Checkpoint:
 
     @property
     def state(self) -> str:
-        """Identifies the files of this machine by ``config.json``, the index, and names, headers, sizes and times.
+        """Digest of the files on this machine: ``config.json``, the index, and names, headers, sizes and times.
 
-        A copy of the files has another state; changed weights always have. The time of the last status change
-        (``ctime``) is included, because tools that copy files set the time of modification back.
+        A copy of the files has another state, and so do changed weights in any case. The time of the last status change
+        (``ctime``) is included, because tools that copy files restore the modification time.
         """
         digest = hashlib.sha256()
         for name in ("config.json", INDEX, PYTORCH_INDEX):
@@ -95,41 +95,40 @@ class Checkpoint:
         return digest.hexdigest()
 
     def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
-        """As ``layers.Weights.read``. Only the pages of the file that hold the rows are read, when they are used.
+        """See ``layers.Weights.read``. Only the file's pages with these rows are read, when they are used.
 
-        A checkpoint of the decoder alone, as embedding models are saved, has names without ``model.`` before them.
+        Checkpoints of the decoder only, as saved for embedding models, have names without ``model.``.
         """
         if (stored_shape := self.shape(name)) != shape:
             raise invalid("model", f"tensor {name} has shape {stored_shape}, config.json wants {shape}")
         tensor = self._file(name).read(self.stored_name(name), rows if rows and rows != (0, shape[0]) else None)
         if not as_stored and not (tensor.is_floating_point() and tensor.dtype.itemsize > 1):
-            words = "and 16-bit or 32-bit floating-point numbers are wanted"
-            raise invalid("model", f"tensor {name} is of {tensor.dtype}, {words}")
+            raise invalid("model", f"tensor {name} is of {tensor.dtype}, not of 16-bit or 32-bit floating point")
         self.bytes_read += tensor.nbytes
-        self._taken.add(name)
+        self._read.add(name)
         return tensor
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors, as ``read`` takes them."""
+        """Names of all tensors, for ``read``."""
         return [f"model.{name}" if self._unprefixed else name for name in self._file_of]
 
     def ignored(self) -> list[str]:
-        """Names of weights and biases that were not taken, of the layers of which others were: ``config.json`` does not
-        say that they are used. Without those of single experts, which other ranks may take, and biases of zeros, which
-        GPTQ files have for all matrices."""
-        layers = {match[1] for name in self._taken if (match := LAYER.match(name))}
-        left = [name for name in self.names if name not in self._taken and name.endswith((".weight", ".bias"))]
+        """Names of weights and biases that were not read although others of the same layer were: the model of
+        ``config.json`` does not use them. Tensors of experts are left out, as other ranks may read them, and zero
+        biases, which GPTQ files have for all matrices."""
+        layers = {match[1] for name in self._read if (match := LAYER.match(name))}
+        unread = [name for name in self.names if name not in self._read and name.endswith((".weight", ".bias"))]
         return [
             name
-            for name in left
+            for name in unread
             if (match := LAYER.match(name))
             and match[1] in layers
             and not EXPERT.search(name)
-            and not self._adds_0(name)
+            and not self._is_zero_bias(name)
         ]
 
-    def _adds_0(self, name: str) -> bool:
+    def _is_zero_bias(self, name: str) -> bool:
         """Whether a tensor is a bias of a quantized matrix, and zero."""
         if not name.endswith(".bias") or self.format_of(name.removesuffix(".bias")) == UNQUANTIZED:
             return False
@@ -139,15 +138,12 @@ class Checkpoint:
         return self.stored_name(name) in self._file_of
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """As ``quant.TensorSource.shape``."""
         return self._file(name).shape(self.stored_name(name))
 
     def format_of(self, name: str) -> Format:
-        """As ``layers.Weights.format_of``."""
         return self._format.format_of(self, name) if self._format else UNQUANTIZED
 
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight | Tensor:
-        """As ``layers.Weights.read_quantized``."""
         assert self._format
         return self._format.read(self, name, outputs, inputs, rows)
 
@@ -176,7 +172,7 @@ class Checkpoint:
 
 
 def has_other_pytorch_head(folder: Path) -> bool:
-    """Whether PyTorch's files of a checkpoint have a language model head that is not the embedding."""
+    """Whether the PyTorch files of a checkpoint have a language model head that differs from the embedding."""
     if any(folder.glob("*.safetensors")):
         return False
     files = [(path, path.stat()) for path in sorted(folder.glob("pytorch_model*.bin")) if path.is_file()]
@@ -187,7 +183,7 @@ def has_other_pytorch_head(folder: Path) -> bool:
 @lru_cache(maxsize=16)
 def _has_other_pytorch_head(folder: Path, state: tuple[tuple[Path, int, int], ...]) -> bool:
     checkpoint = Checkpoint(folder)
-    heads, embeddings = ([name for name in checkpoint.names if matches(name, of)] for of in (HEAD, EMBEDDING))
+    heads, embeddings = ([name for name in checkpoint.names if matches(name, each)] for each in (HEAD, EMBEDDING))
     if not heads or not embeddings:
         return False
     one, other = (checkpoint.read(name, *checkpoint.shape(name), as_stored=True) for name in (heads[0], embeddings[0]))
@@ -197,8 +193,8 @@ def _has_other_pytorch_head(folder: Path, state: tuple[tuple[Path, int, int], ..
 
 
 def tied_embedding(checkpoint: Checkpoint) -> Callable[[str], Stored] | None:
-    """Where modules of a model with tied embeddings lie in a checkpoint that has their matrix as the language model
-    head alone; None for other checkpoints."""
+    """Function from a module to its location in a checkpoint with tied embeddings that has the matrix only as language
+    model head; None for other checkpoints."""
     heads = [name for name in checkpoint.names if matches(name, HEAD) and name.endswith(".weight")]
     if not heads or any(matches(name, EMBEDDING) for name in checkpoint.names):
         return None
@@ -207,33 +203,33 @@ def tied_embedding(checkpoint: Checkpoint) -> Callable[[str], Stored] | None:
 
 
 def _names(folder: Path) -> tuple[str, str]:
-    """Names of the index and of the single file of a checkpoint, of which it has one."""
+    """File names of the index and of the unsharded checkpoint, of which the folder has one."""
     for index, single in ((INDEX, SINGLE), (PYTORCH_INDEX, PYTORCH_SINGLE)):
         if (folder / index).exists() or (folder / single).exists():
             return index, single
-    own = [path.name for path in folder.glob("*.safetensors") if not path.name.startswith(OTHERS)]
-    if len(own) == 1 and not SHARD.search(own[0]):
-        return INDEX, own[0]
+    found = [path.name for path in folder.glob("*.safetensors") if not path.name.startswith(OTHERS)]
+    if len(found) == 1 and not SHARD.search(found[0]):
+        return INDEX, found[0]
     return PYTORCH_INDEX, MEDUSA if (folder / MEDUSA).exists() else PYTORCH_SINGLE
 
 
 MAX_NAMED = 3
-"""Missing files that an error names."""
+"""Maximum number of missing files named in an error."""
 MAX_FILE_NAME = 255
-"""Bytes of a file's name, by Linux's file systems."""
+"""Maximum length of a file name in bytes on Linux."""
 
 
 def _read_index(path: Path, suffix: str) -> dict[str, str]:
-    """The file of each tensor. Raises ``PenstockError`` (``invalid``) where any is of another kind or elsewhere."""
+    """Tensor name → file name. Raises ``PenstockError`` (``invalid``) for files of another kind or in other folders."""
     try:
         files = msgspec.json.decode(read_text_file(path), type=Index).weight_map
     except (msgspec.MsgspecError, RecursionError) as error:
         raise invalid("model", f"{path} is damaged ({error}). Fetch it again.") from error
     for file in files.values():
         if len(os.fsencode(file)) > MAX_FILE_NAME:
-            raise invalid("model", f"{path} names {file[:40]!r}…, a name of {len(file)} characters; no file has it")
+            raise invalid("model", f"{path} names {file[:40]!r}…, a name of {len(file)} characters, which is too long")
         if Path(file).name != file:
-            raise invalid("model", f"{path} names {file!r}, which is not a file beside it")
+            raise invalid("model", f"{path} names {file!r}, which is not a file in the same folder")
         if Path(file).suffix != suffix:
-            raise invalid("model", f"{path} names {file!r}, which is no {suffix} file")
+            raise invalid("model", f"{path} names {file!r}, which is not a {suffix} file")
     return files

@@ -15,12 +15,11 @@ from penstock.ops import QuantizedWeight
 
 
 class DummyWeights:
-    """Random weights of any name and shape, equal for equal names, seeds and kinds of device
-    (``load_format="dummy"``).
+    """``layers.Weights`` with random values, which depend on name, seed and device type (``load_format="dummy"``).
 
     Args:
-        folder: of the checkpoint, whose ``config.json`` gives the shapes.
-        device: where they are drawn.
+        folder: folder of the checkpoint, with ``config.json``.
+        device: device of the random number generator.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, seed: int = 0, device: torch.device | str = "cpu") -> None:
@@ -36,22 +35,21 @@ class DummyWeights:
         return hashlib.sha256(drawn + self._config.read_bytes()).hexdigest()
 
     def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
-        """As ``layers.Weights.read``: vectors of ones, and matrices of normal numbers scaled by their inputs."""
+        """Vectors of ones, and normally distributed matrices with standard deviation ``inputs ** -0.5``."""
         if len(shape) == 1:
             tensor = torch.ones(shape, dtype=self._dtype, device=self._device)
         else:
-            importlib.import_module("torch._prims.rng_prims")  # which engine processes lack (engine/lean_torch.py)
+            importlib.import_module("torch._prims.rng_prims")  # not imported in engine processes (engine/lean_torch.py)
             generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()) + self._seed)
             empty = torch.empty(shape, dtype=self._dtype, device=self._device)
             tensor = empty.normal_(std=shape[-1] ** -0.5, generator=generator)
-        return tensor if rows is None else tensor[rows[0] : rows[1]].clone()  # which does not keep the whole tensor
+        return tensor if rows is None else tensor[rows[0] : rows[1]].clone()  # frees the rest of the tensor
 
     def has(self, name: str) -> bool:
         return True
 
     def format_of(self, name: str) -> Format:
-        """As ``layers.Weights.format_of``: nothing is quantized."""
         return UNQUANTIZED
 
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight:
-        raise NotImplementedError
+        raise AssertionError(name)  # not called for unquantized weights

@@ -1,4 +1,4 @@
-"""Writes one rank's weights into an engine folder, a file after the other, so that few of them are in memory."""
+"""Writer of one rank's weights in an engine folder, file by file, so that few of them are in memory."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .packed_file import PackedFile, PackedLayout, verifiers
 
 
 class EngineOutput:
-    """What a rank's files get, in the order in which the model is built: ``layers.PackedOutput``.
+    """``layers.PackedOutput``: writes a rank's weights to files, in build order.
 
-    A file gets its name when it is whole and on the disk, and whole files of the same build are kept. So a build that
-    was killed goes on where it was, and has the same bytes.
+    A file gets its name when it is complete and on disk, and complete files of the same build are kept. So an
+    interrupted build continues where it stopped, and writes the same bytes.
 
     Args:
-        rank: number of its folder.
-        weights: of the checkpoint, for the formats of quantized matrices.
-        progress: called with the bytes that were packed, or found.
+        rank: index of the rank's folder.
+        weights: weights of the checkpoint, for the formats of quantized matrices.
+        progress: called with the bytes that were packed, or found in complete files.
     """
 
     def __init__(
@@ -39,23 +39,23 @@ class EngineOutput:
         self._progress = progress
         self._state = shard_state(config, rank)
         self._done: set[str] = set()
-        """What is in whole files."""
+        """Names in complete files."""
         self._matrices: dict[str, dict[str, Tensor]] = {}
-        """What the next file gets."""
+        """Matrices for the next file."""
         self._bytes = 0
         self._count = 0
         self._folder.mkdir(exist_ok=True)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Around all that is added. Waits for a writer that is about to end."""
+        """Context manager around all calls of ``add``. Waits for another process that still writes to the folder."""
         with locked(self._folder):
-            self._keep_whole_files()
+            self._keep_complete_files()
             yield
             self._write_file()
 
     def has(self, name: str) -> bool:
-        """Whether a matrix or tensor was added, also by a build before this one."""
+        """Whether a matrix or tensor was added, in this or an interrupted build."""
         return name in self._done or name in self._matrices
 
     def add(self, name: str, tensors: dict[str, Tensor]) -> None:
@@ -70,11 +70,11 @@ class EngineOutput:
             self._write_file()
 
     def add_tensor(self, name: str, tensor: Tensor) -> None:
-        """Add this rank's rows of a tensor that is used as it is."""
+        """Add this rank's rows of an unpacked tensor."""
         self.add(name, {TENSOR: tensor})
 
-    def _keep_whole_files(self) -> None:
-        """Find the whole files of this build, up to the first that is missing or damaged; delete all others."""
+    def _keep_complete_files(self) -> None:
+        """Find the complete files of this build, up to the first missing or damaged one, and delete all others."""
         kept = set()
         while (path := self._folder / shard_name(self._count)).exists() and (names := self._read(path)):
             self._done |= names
@@ -85,7 +85,7 @@ class EngineOutput:
                 path.unlink()
 
     def _read(self, path: Path) -> set[str]:
-        """The names in a file; none where it is not whole, or of another build."""
+        """Names in a file; empty if it is incomplete, damaged, or of another build."""
         threads = verifiers()
         try:
             with open_regular(path) as file:

@@ -1,4 +1,4 @@
-"""The weights of an engine folder: packed files that are mapped, in place of a checkpoint."""
+"""Weights of an engine folder, in mapped files."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from penstock.ops import QuantizedWeight
 from .packed_file import PackedFile, verifiers
 
 TENSOR = ""
-"""Name of the one tensor of what is not packed: norms, biases, and matrices that a backend uses as they are."""
+"""Name of the tensor of an unpacked weight: norms, biases, and matrices that a backend does not pack."""
 
 
 def shard_state(config: EngineConfig, rank: int) -> str:
-    """``Header.state`` of a rank's files: a hash of all that their contents depend on."""
+    """``Header.state`` of a rank's files: a hash of everything that their contents depend on."""
     parts = config.producer, config.layout, config.weights_version, config.dtype, config.quantization
     sizes = (
         config.tensor_parallel_size,
@@ -37,15 +37,15 @@ def shard_state(config: EngineConfig, rank: int) -> str:
 
 
 class EngineWeights:
-    """One rank's weights in an engine folder: ``layers.Weights`` and ``layers.PackedWeights`` at the same time.
+    """One rank's weights in an engine folder, as both ``layers.Weights`` and ``layers.PackedWeights``.
 
-    Processes that map the same files share their pages. Threads verify each tensor before it is handed out.
+    Processes that map the same files share their pages. Threads verify each tensor before it is used.
 
     Args:
         stage: pipeline stage of the rank.
-        rank: in its tensor-parallel group.
+        rank: rank in its tensor-parallel group.
 
-    Raises ``PenstockError`` (``invalid``) where files are missing, damaged, or of another build.
+    Raises ``PenstockError`` (``invalid``) for missing or damaged files, or files of another build.
     """
 
     def __init__(self, folder: Path, config: EngineConfig, stage: int, rank: int) -> None:
@@ -54,7 +54,7 @@ class EngineWeights:
         self._config = config
         self._folder = rank_folder(folder, number)
         self._files: dict[str, PackedFile] = {}
-        """The file of each packed matrix and tensor."""
+        """File of each packed matrix and tensor."""
         self._formats: dict[str, Format] = {}
         self.mapped_bytes = 0
         state, threads, count = shard_state(config, number), verifiers(), 0
@@ -80,7 +80,7 @@ class EngineWeights:
         self.mapped_bytes += found.header.size
 
     def find(self, name: str) -> dict[str, Tensor] | None:
-        """As ``layers.PackedWeights.find``. Raises ``PenstockError`` (``invalid``) where the matrix is damaged."""
+        """See ``layers.PackedWeights.find``. Raises ``PenstockError`` (``invalid``) if the matrix is damaged."""
         if (file := self._files.get(name)) is None:
             return None
         if file.damaged(name):
@@ -88,10 +88,10 @@ class EngineWeights:
         return file.tensors[name]
 
     def add(self, name: str, tensors: dict[str, Tensor]) -> None:
-        """Does nothing: what a backend does not pack is packed at each start."""
+        """Do nothing: matrices that the folder has unpacked are packed at each start."""
 
     def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
-        """As ``layers.Weights.read``; the folder has this rank's rows alone."""
+        """See ``layers.Weights.read``. The folder only has this rank's rows."""
         found, (first, end) = self.find(name), rows or (0, shape[0])
         if found is None:
             raise self._broken(f"{self._folder} lacks {name}")
@@ -103,21 +103,21 @@ class EngineWeights:
         return name in self._files
 
     def format_of(self, name: str) -> Format:
-        """As ``layers.Weights.format_of``: that of the checkpoint."""
+        """Format in the checkpoint."""
         return self._formats.get(name, UNQUANTIZED)
 
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight:
         raise self._broken(f"{self._folder} lacks {name}")
 
-    def _broken(self, what: str) -> Exception:
+    def _broken(self, problem: str) -> Exception:
         checkpoint = self._config.checkpoint
-        return invalid("model", f"{what}: run the same penstock build again (the checkpoint was {checkpoint})")
+        return invalid("model", f"{problem}: run the same penstock build again (the checkpoint was {checkpoint})")
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a file to read. Raises ``OSError`` where it is none, as a FIFO, whose writer nobody should wait for."""
+    """Open a regular file for reading. Raises ``OSError`` for others, e.g. a FIFO, without waiting for its writer."""
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError("it is no regular file")
+        raise OSError("it is not a regular file")
     return file

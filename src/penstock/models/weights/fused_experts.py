@@ -1,4 +1,4 @@
-"""Checkpoints that have a projection of all experts of a layer in one tensor."""
+"""Checkpoints with fused experts: one tensor for a projection of all experts in a layer."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from penstock.layers import Weights
 from penstock.ops import QuantizedWeight
 
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.([^.]+)")
-"""The name of a matrix of one expert, as layers ask for it."""
+"""Name of an expert's matrix in layers."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A projection of one expert."""
+    """Location of a projection of one expert."""
 
     tensor: str
-    """Of all experts, without ``_bias``."""
+    """Name of the fused tensor, without ``_bias``."""
     expert: int
     number: int
+    """Index of the projection in the tensor."""
     projections: int
-    """That the tensor has of each expert."""
+    """Number of projections per expert in the tensor."""
 
 
 class FusedExperts:
-    """``layers.Weights`` that has each expert's matrices under names of their own, ``experts.3.gate_proj.weight``, also
-    where the base has them in one tensor ``experts.gate_up_proj``, and biases in ``experts.gate_up_proj_bias``. Only
-    the pages of a file that hold the expert are read.
+    """``layers.Weights`` with a name for each expert's matrix, ``experts.3.gate_proj.weight``, even if ``base`` has a
+    fused tensor ``experts.gate_up_proj``, with biases in ``experts.gate_up_proj_bias``. Only the file's pages with the
+    expert are read.
 
     Args:
-        projections: names of an expert's gate, up and down projections, as layers ask for them.
+        projections: names of an expert's gate, up and down projections in layers.
     """
 
     def __init__(self, base: Weights, num_experts: int, projections: tuple[str, str, str], layout: FusedLayout) -> None:
@@ -50,24 +51,23 @@ class FusedExperts:
         return self._base.version
 
     def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
-        """As ``layers.Weights.read``."""
         module, _, kind = name.rpartition(".")
         if (part := self._find(module)) is None:
             return self._base.read(name, *shape, rows=rows, as_stored=as_stored)
-        tensor, own = part.tensor if kind == "weight" else f"{part.tensor}_{kind}", (part.expert, part.expert + 1)
+        tensor, expert = part.tensor if kind == "weight" else f"{part.tensor}_{kind}", (part.expert, part.expert + 1)
         outputs, *inputs = shape[0] * part.projections, *shape[1:]
 
-        def whole(transposed: bool) -> Tensor:
+        def read_expert(transposed: bool) -> Tensor:
             sizes = (*inputs, outputs) if transposed else (outputs, *inputs)
-            read = self._base.read(tensor, self._num_experts, *sizes, rows=own, as_stored=as_stored)[0]
+            read = self._base.read(tensor, self._num_experts, *sizes, rows=expert, as_stored=as_stored)[0]
             return read.T if transposed else read
 
         try:
-            matrix = whole(bool(self._layout.transposed and inputs))
+            matrix = read_expert(bool(self._layout.transposed and inputs))
         except PenstockError:
             if self._layout.transposed is not None or not inputs:
                 raise
-            matrix = whole(transposed=True)
+            matrix = read_expert(transposed=True)
         matrix = matrix[self._outputs(part, shape[0])]
         return matrix if rows is None else matrix[rows[0] : rows[1]]
 
@@ -78,30 +78,29 @@ class FusedExperts:
         return kind == "weight" or self._base.has(f"{part.tensor}_{kind}")
 
     def format_of(self, name: str) -> Format:
-        """As ``layers.Weights.format_of``."""
         part = self._find(name)
         return self._base.format_of(part.tensor if part else name)
 
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight | Tensor:
-        """As ``layers.Weights.read_quantized``. Experts lie below each other in one matrix."""
+        """See ``layers.Weights.read_quantized``. The experts are stacked in one matrix."""
         if (part := self._find(name)) is None:
             return self._base.read_quantized(name, outputs, inputs, rows)
         if self._last is None or self._last[:2] != (part.tensor, part.expert):
             size = outputs * part.projections
-            own = part.expert * size, (part.expert + 1) * size
-            found = self._base.read_quantized(part.tensor, self._num_experts * size, inputs, own)
-            self._last = part.tensor, part.expert, found  # of which the other projection is read next
-        whole = self._last[2]
+            expert_rows = part.expert * size, (part.expert + 1) * size
+            found = self._base.read_quantized(part.tensor, self._num_experts * size, inputs, expert_rows)
+            self._last = part.tensor, part.expert, found  # the other projection is usually read next
+        expert = self._last[2]
         chosen = range(outputs * part.projections)[self._outputs(part, outputs)][rows[0] : rows[1]]
         step = slice(chosen.start, chosen.stop, chosen.step)
-        if isinstance(whole, Tensor):
-            return whole[step]
-        assert whole.format.rows_per_scale == 1
-        offsets = None if whole.offsets is None else whole.offsets[step]
-        return replace(whole, values=whole.values[step], scales=whole.scales[step], offsets=offsets)
+        if isinstance(expert, Tensor):
+            return expert[step]
+        assert expert.format.rows_per_scale == 1
+        offsets = None if expert.offsets is None else expert.offsets[step]
+        return replace(expert, values=expert.values[step], scales=expert.scales[step], offsets=offsets)
 
     def _find(self, name: str) -> _Part | None:
-        """Where an expert's matrix lies; None where it lies under its own name, or is no expert's."""
+        """Location of an expert's matrix; None for other matrices, and experts that are not fused."""
         if not (found := EXPERT.fullmatch(name)) or found[3] not in self._projections:
             return None
         number = self._projections.index(found[3])
@@ -111,7 +110,7 @@ class FusedExperts:
         return _Part(tensor, int(found[2]), number % 2, 1 if number == 2 else 2)
 
     def _outputs(self, part: _Part, size: int) -> slice:
-        """Which of an expert's outputs are those of a projection of so many."""
+        """The slice of an expert's outputs that belongs to a projection with ``size`` outputs."""
         if part.projections == 1:
             return slice(size)
         if self._layout.interleaved:

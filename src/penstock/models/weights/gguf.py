@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint in a memory-mapped GGUF file, or in several parts of one."""
+"""Tensors of a checkpoint in a memory-mapped GGUF file, or its parts."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INTERLEAVED = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
 """Query and key tensors."""
 PLACES = {"attn_q": 0, "attn_k": 2, "attn_v": 1, "ffn_gate": 0, "ffn_up": 1, "ffn_gate_exps": 0, "ffn_up_exps": 1}
-"""Position of a tensor in the fused one that contains it: it starts N times its size before the end; 0: at the
-start."""
+"""Position of a tensor in a fused tensor: its start is N times its size before the end; 0: at the start."""
 
 
 def find_gguf(folder: Path) -> list[Path]:
@@ -89,7 +88,6 @@ class GGUFCheckpoint:
 
     @property
     def state(self) -> str:
-        """See ``Checkpoint.state``."""
         digest = hashlib.sha256((self._folder / "config.json").read_bytes())
         for file in sorted(self._folder.glob("*.gguf")):
             status = file.stat()
@@ -115,12 +113,10 @@ class GGUFCheckpoint:
         return self._stored(name)[0] is not None or self._key_value_parts(name) is not None
 
     def format_of(self, name: str) -> Format:
-        """See ``layers.Weights.format_of``."""
         tensor, _ = self._stored(f"{name}.weight")
         return tensor.type.format if tensor else UNQUANTIZED
 
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight:
-        """See ``layers.Weights.read_quantized``."""
         place = self._find(f"{name}.weight", (outputs, inputs))
         return read_blocks(place.tensor.type, self._rows(place, inputs, rows))
 
@@ -142,18 +138,18 @@ class GGUFCheckpoint:
         stored, _ = self._architecture.stored_name(name)
         if tensor is None:
             raise invalid("model", f"{self._folder} has no tensor {stored}")
-        own, first = tensor.shape, 0
+        found, first = tensor.shape, 0
         if expert is not None:
-            if expert >= own[0] or len(own) < 2:
-                raise invalid("model", f"tensor {tensor.name} has shape {own}: it has no expert {expert}")
-            own, first = own[1:], expert * own[1]
+            if expert >= found[0] or len(found) < 2:
+                raise invalid("model", f"tensor {tensor.name} has shape {found}: it has no expert {expert}")
+            found, first = found[1:], expert * found[1]
         part = stored.rpartition(".")[0].rpartition(".")[2]
         interleaved = self._architecture.interleaved and bool(INTERLEAVED.fullmatch(stored))
-        is_part = tensor.name != stored or (part == "ffn_up" and own[:1] == (2 * shape[0],))
-        if is_part and own[1:] == shape[1:] and own[0] > PLACES[part] * shape[0]:
-            return _Place(tensor, first + (own[0] - PLACES[part] * shape[0]) % own[0], interleaved)
-        if is_part or _squeezed(own) != _squeezed(shape):
-            raise invalid("model", f"tensor {tensor.name} has shape {own}, config.json wants {shape}")
+        is_part = tensor.name != stored or (part == "ffn_up" and found[:1] == (2 * shape[0],))
+        if is_part and found[1:] == shape[1:] and found[0] > PLACES[part] * shape[0]:
+            return _Place(tensor, first + (found[0] - PLACES[part] * shape[0]) % found[0], interleaved)
+        if is_part or _squeezed(found) != _squeezed(shape):
+            raise invalid("model", f"tensor {tensor.name} has shape {found}, config.json wants {shape}")
         return _Place(tensor, first, interleaved)
 
     def _rows(self, place: _Place, inputs: int, rows: tuple[int, int]) -> Tensor:
@@ -210,6 +206,6 @@ def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _interleaved_rows(rows: Tensor, head_dim: int) -> Tensor:
     """The rows of a query or key matrix in llama.cpp's order, which alternates the rows of both halves of a head."""
-    head, place = rows // head_dim, rows % head_dim
-    half, pair = place // (head_dim // 2), place % (head_dim // 2)
+    head, index = rows // head_dim, rows % head_dim
+    half, pair = index // (head_dim // 2), index % (head_dim // 2)
     return head * head_dim + 2 * pair + half

@@ -1,4 +1,4 @@
-"""LoRA adapters as PEFT saves them: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+"""LoRA adapters in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from .renamed import FUSED
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 LANGUAGE_MODELS = ("model.language_model.", "language_model.model.")
-"""Prefixes of the layers' names in models that see images, now and in earlier versions of transformers; in this code
-it is ``model.``."""
+"""Prefixes of layers in vision-language models, in current and older versions of transformers. In Penstock it is
+``model.``."""
 FIELD = "lora_path"
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (),
@@ -45,23 +45,23 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_dora": (),
     "use_qalora": (),
 }
-"""Fields of the configuration that are refused, with values besides null and false that have no effect."""
+"""Unsupported fields of the configuration → values without an effect, in addition to null and false."""
 BASE_CHANGING_INITS = ("corda", "lora_ga", "olora", "pissa")
-"""Prefixes of ``init_lora_weights`` that change the base model: such an adapter does not fit the original one."""
+"""Prefixes of ``init_lora_weights`` that change the base model, so the adapter does not fit the original model."""
 
 
 class LoRAAdapter:
-    """An adapter's packed weights for all layers of a model.
+    """Packed weights of an adapter for all layers of a model.
 
     Args:
-        version: identifies the adapter's contents on any machine.
-        has_experts: whether it adds to matrices of experts.
+        version: digest of the adapter's contents, the same on every machine.
+        has_experts: the adapter changes matrices of experts.
     """
 
     def __init__(self, parts: Mapping[LoRALayer, list[LoRAWeights]], version: str, has_experts: bool) -> None:
         self.version = version
         self.has_experts = has_experts
-        self._packed = {layer: layer.pack(own) for layer, own in parts.items()}
+        self._packed = {layer: layer.pack(weights) for layer, weights in parts.items()}
 
     def activate(self, slot: int) -> None:
         """Put the weights into a slot that no running step uses."""
@@ -88,19 +88,19 @@ def load_lora(
     Args:
         targets: ``Model.lora_targets``.
         dtype, device: the model's.
-        max_lora_rank: the largest rank allowed.
-        interleaved: as of ``FusedLayout``.
+        max_lora_rank: maximum rank.
+        interleaved: see ``FusedLayout``.
 
-    Raises ``PenstockError``: ``invalid`` where files are missing, broken or do not fit the model, ``unsupported``
-    where the adapter needs what no code here computes.
+    Raises ``PenstockError``: ``invalid`` if files are missing, broken, or do not fit the model, ``unsupported`` for
+    unsupported features.
     """
     config = _config(folder)
     content = _content(folder)
     version = hashlib.sha256(json.dumps(config, sort_keys=True).encode() + content).hexdigest()
-    given, names = _named_by_layers(_tensors(content, folder), targets)
-    given, of_experts = split_experts(given, targets, names, interleaved)
+    given, names = _rename(_tensors(content, folder), targets)
+    given, expert_parameters = split_experts(given, targets, names, interleaved)
     tensors, fused = _split_fused(given, targets)
-    fused |= of_experts
+    fused |= expert_parameters
     parts: dict[LoRALayer, list[LoRAWeights]] = defaultdict(list)
     ranks = ValuesByPattern(config["rank_pattern"], config["r"], FIELD)
     alphas = ValuesByPattern(config["alpha_pattern"], config["lora_alpha"], FIELD)
@@ -108,15 +108,15 @@ def load_lora(
     for name in modules:
         if not (target := targets[name]):
             continue  # another pipeline stage reads it
-        own_name = fused.get(name, name)
-        own_name = names.get(own_name, own_name)
-        rank = ranks[own_name]
+        peft_name = fused.get(name, name)
+        peft_name = names.get(peft_name, peft_name)
+        rank = ranks[peft_name]
         if not 1 <= rank <= max_lora_rank:
-            message = f"{folder} has rank {rank} for {name}, and 1 to {max_lora_rank} (max_lora_rank) are allowed"
+            message = f"{folder} has rank {rank} for {name}; it must be from 1 to {max_lora_rank} (max_lora_rank)"
             raise invalid(FIELD, message, max_lora_rank)
         a = _checked(tensors, name, LORA_A, (rank, target.inputs), folder)
         b = _checked(tensors, name, LORA_B, (target.shard.total, rank), folder)[slice(*target.shard.rows)]
-        alpha = alphas[own_name]
+        alpha = alphas[peft_name]
         scale = alpha / (math.sqrt(rank) if config["use_rslora"] else rank)
         weights = LoRAWeights(a.to(device, dtype), b.to(device, dtype), target.offset, scale)
         parts[target.layer].append(weights)
@@ -124,11 +124,11 @@ def load_lora(
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """The fields that loading uses, all present and of the right kind."""
+    """The fields of ``adapter_config.json`` that loading uses, all present and checked."""
     try:
         given = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except OSError as error:
-        raise invalid(FIELD, f"{folder} has no {CONFIG}: name a folder with an adapter that PEFT saved") from error
+        raise invalid(FIELD, f"{folder} has no {CONFIG}: give the folder of an adapter in PEFT's format") from error
     except (ValueError, RecursionError) as error:
         raise invalid(FIELD, f"{folder / CONFIG} is not JSON: {error}") from error
     if not isinstance(given, dict):
@@ -136,8 +136,8 @@ def _config(folder: Path) -> dict[str, Any]:
     if given.get("peft_type") != "LORA":
         kind = str(given.get("peft_type"))[:50]
         raise PenstockError(Code.UNSUPPORTED, f"{folder} is an adapter of type {kind}; LORA is supported", FIELD)
-    for name, nothing in UNSUPPORTED.items():
-        if given.get(name) not in (None, False, *nothing):
+    for name, no_effect in UNSUPPORTED.items():
+        if given.get(name) not in (None, False, *no_effect):
             raise PenstockError(Code.UNSUPPORTED, f"{folder / CONFIG} has {name}, which is not supported", FIELD)
     parameters = given.get("target_parameters") or []
     if not isinstance(parameters, list) or {str(name).rpartition(".")[2] for name in parameters}.difference(
@@ -147,16 +147,16 @@ def _config(folder: Path) -> dict[str, Any]:
         message = f"{folder / CONFIG} has target_parameters {str(parameters)[:200]}; {supported} are supported"
         raise PenstockError(Code.UNSUPPORTED, message, FIELD)
     if (init := str(given.get("init_lora_weights"))).startswith(BASE_CHANGING_INITS):
-        message = f"{folder} was begun with {init[:20]}, which changes the base: convert it to plain LoRA on saving"
+        message = f"{folder} was initialized with {init[:20]}, which changes the base model: save it as plain LoRA"
         raise PenstockError(Code.UNSUPPORTED, message, FIELD)
     config = {"r": given.get("r"), "lora_alpha": given.get("lora_alpha"), "use_rslora": bool(given.get("use_rslora"))}
     config |= {name: given.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
     if not isinstance(config["r"], int) or not _is_number(config["lora_alpha"]):
-        raise invalid(FIELD, f"{folder / CONFIG} lacks r or lora_alpha, or they are no numbers")
+        raise invalid(FIELD, f"{folder / CONFIG} must have r and lora_alpha, which are numbers")
     for name in ("rank_pattern", "alpha_pattern"):
         pattern = config[name]
         if not isinstance(pattern, dict) or not all(map(_is_number, pattern.values())):
-            raise invalid(FIELD, f"{folder / CONFIG} has a {name} that does not give numbers by name")
+            raise invalid(FIELD, f"{name} in {folder / CONFIG} must be an object with numbers")
     return config
 
 
@@ -165,7 +165,6 @@ def _is_number(value: object) -> bool:
 
 
 def _content(folder: Path) -> bytes:
-    """The file of weights."""
     path = folder / WEIGHTS
     if not path.exists():
         if (pickle := folder / "adapter_model.bin").exists():
@@ -185,23 +184,23 @@ def _tensors(content: bytes, folder: Path) -> dict[str, Tensor]:
     except (SafetensorError, KeyError) as error:  # KeyError: a dtype that torch does not have
         raise invalid(FIELD, f"{path} is damaged ({error})") from error
     if not tensors:
-        raise invalid(FIELD, f"{path} holds nothing")
+        raise invalid(FIELD, f"{path} has no tensors")
     return tensors
 
 
-def _named_by_layers(
+def _rename(
     tensors: Mapping[str, Tensor], targets: Mapping[str, LoRATarget | None]
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors under the layers' names in this code. Also the checkpoint's name for each matrix that has another."""
+    """Tensors with the names of ``targets``. Also the original name of each renamed matrix."""
     renamed: dict[str, Tensor] = {}
     names: dict[str, str] = {}
     for key, tensor in tensors.items():
         name = key.removeprefix(PREFIX)
         prefix = next((prefix for prefix in LANGUAGE_MODELS if name.startswith(prefix)), "")
         if prefix and name.removesuffix(LORA_A).removesuffix(LORA_B) not in targets:
-            own = f"model.{name.removeprefix(prefix)}"
-            names[own.removesuffix(LORA_A).removesuffix(LORA_B)] = name.removesuffix(LORA_A).removesuffix(LORA_B)
-            key = PREFIX + own
+            new = f"model.{name.removeprefix(prefix)}"
+            names[new.removesuffix(LORA_A).removesuffix(LORA_B)] = name.removesuffix(LORA_A).removesuffix(LORA_B)
+            key = PREFIX + new
         renamed[key] = tensor
     return renamed, names
 
@@ -209,10 +208,10 @@ def _named_by_layers(
 def _split_fused(
     tensors: Mapping[str, Tensor], targets: Mapping[str, LoRATarget | None]
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors of a matrix that the checkpoint has with others in one (``FUSED``) as those of its parts, which share
-    ``A`` and have some rows of ``B`` each. Also the checkpoint's name for each of these parts."""
+    """Split the tensors of fused matrices (``FUSED``): the parts share ``A``, and each has some rows of ``B``. Also the
+    name of the fused matrix for each part."""
     split: dict[str, Tensor] = {}
-    wholes: dict[str, str] = {}
+    fused_names: dict[str, str] = {}
     for key, tensor in tensors.items():
         end = next((end for end in (LORA_A, LORA_B) if key.endswith(end)), "")
         whole = key.removeprefix(PREFIX).removesuffix(end)
@@ -223,24 +222,24 @@ def _split_fused(
             continue
         sizes = [target.shard.total if (target := targets[name]) else 0 for name in names]
         fits = end == LORA_B and sum(sizes) == len(tensor)
-        parts = tensor.split(sizes) if fits else [tensor] * len(names)  # a wrong shape is told of when it is read
+        parts = tensor.split(sizes) if fits else [tensor] * len(names)  # a wrong shape is reported by _checked
         for name, part in zip(names, parts, strict=True):
             split[f"{PREFIX}{name}{end}"] = part
-            wholes[name] = whole
-    return split, wholes
+            fused_names[name] = whole
+    return split, fused_names
 
 
 def _module(key: str, targets: Mapping[str, LoRATarget | None]) -> str:
-    """Name of the checkpoint's matrix that a tensor adds to."""
+    """Name in ``targets`` of the matrix that a tensor changes."""
     for end in (LORA_A, LORA_B):
         name = key.removeprefix(PREFIX).removesuffix(end)
         if key == PREFIX + name + end and name in targets:
             return name
-    message = f"tensor {key[:200]}: of this model only the layers' linear modules can have adapters"
+    message = f"tensor {key[:200]}: adapters are supported only for linear modules in the layers of this model"
     if ".experts." in key:
         message = (
-            f"tensor {key[:200]} does not fit: experts can have adapters on CPUs, without enable_expert_parallel, with "
-            "the names and shapes of this model's experts"
+            f"tensor {key[:200]} does not fit: adapters of experts are supported on CPUs, without "
+            "enable_expert_parallel, with the names and shapes of this model's experts"
         )
     raise PenstockError(Code.UNSUPPORTED, message, FIELD)
 
@@ -250,7 +249,7 @@ def _checked(tensors: Mapping[str, Tensor], name: str, end: str, shape: tuple[in
     if key not in tensors:
         raise invalid(FIELD, f"{folder} has no tensor {key}")
     if tuple(tensors[key].shape) != shape:
-        raise invalid(FIELD, f"tensor {key} has shape {tuple(tensors[key].shape)}, and {shape} fits this model")
+        raise invalid(FIELD, f"tensor {key} has shape {tuple(tensors[key].shape)}; it must be {shape} for this model")
     if not tensors[key].dtype.is_floating_point:
-        raise invalid(FIELD, f"tensor {key} is of {tensors[key].dtype}")
+        raise invalid(FIELD, f"tensor {key} is of {tensors[key].dtype}; it must be floating-point")
     return tensors[key]

@@ -1,4 +1,4 @@
-"""Adapters of experts that PEFT saves as one pair of matrices for all experts of a layer (``target_parameters``)."""
+"""LoRA adapters of fused experts (PEFT's ``target_parameters``): one pair of matrices for all experts of a layer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from penstock.layers import LoRATarget
 from .fused_experts import EXPERT
 
 PREFIX = "base_model.model."
-"""Prefix of all tensors' names; the name of the checkpoint's matrix follows."""
+"""Prefix of all tensor names, before the name of the matrix in the checkpoint."""
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
-"""Names of the parameters in transformers."""
+"""Names of the fused parameters in transformers."""
 LAYER = re.compile(r".+\.layers\.\d+\.")
 WRAPPED = ".base_layer"
-"""Where both parameters of a layer have adapters, one pair has this behind its name."""
+"""Suffix of the module name in one of the pairs, if both parameters of a layer have adapters."""
 
 
 def split_experts(
@@ -28,12 +28,12 @@ def split_experts(
     names: Mapping[str, str],
     interleaved: bool,
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Each expert's tensors in place of those of all experts of a layer. Also the name of the parameter that these
-    adapt, by the expert's matrix. Tensors that fit no parameter of the model stay.
+    """Split tensors of fused experts into those of each expert. Also the name of the fused parameter for each expert's
+    matrix. Tensors that fit no parameter of the model are unchanged.
 
     Args:
-        names: the checkpoint's names of modules that have others in this code.
-        interleaved: as of ``FusedLayout``.
+        names: original names of renamed modules.
+        interleaved: see ``FusedLayout``.
     """
     modules = _modules(targets)
     split, parameters = dict(tensors), {}
@@ -61,34 +61,34 @@ def split_experts(
 
 
 def _modules(targets: Mapping[str, LoRATarget | None]) -> dict[str, dict[int, dict[int, str]]]:
-    """Names of the matrices of experts: by module, expert, and number of the projection (gate, up, down)."""
+    """Names of the experts' matrices by module, expert, and index of the projection (gate, up, down)."""
     modules: dict[str, dict[int, dict[int, str]]] = {}
     for name in targets:
         if found := EXPERT.fullmatch(name):
-            own = modules.setdefault(found[1], {}).setdefault(int(found[2]), {})
-            own[len(own)] = name
+            projections = modules.setdefault(found[1], {}).setdefault(int(found[2]), {})
+            projections[len(projections)] = name
     return modules
 
 
 def _find(modules: Mapping[str, dict[int, dict[int, str]]], name: str) -> dict[int, dict[int, str]] | None:
-    """The experts of a module, which has another name in some checkpoints than in transformers."""
+    """The experts of a module, whose name in transformers may differ from that in the checkpoint."""
     if name in modules or not name.endswith(".experts") or not (layer := LAYER.match(name)):
         return modules.get(name)
-    others = [own for own in modules if own.startswith(layer[0])]
-    return modules[others[0]] if len(others) == 1 else None
+    in_layer = [module for module in modules if module.startswith(layer[0])]
+    return modules[in_layer[0]] if len(in_layer) == 1 else None
 
 
 def _parts(
     a: Tensor, b: Tensor, experts: int, sizes: tuple[int, int], interleaved: bool
 ) -> Iterator[tuple[str, int, int, Tensor, Tensor]]:
-    """Parameter, expert, number of the projection, ``A`` and ``B`` of each expert's matrices;
-    nothing where shapes fit no parameter.
+    """Yield parameter, expert, index of the projection, ``A`` and ``B`` for each matrix of an expert; nothing if the
+    shapes fit no parameter.
 
     Args:
-        a: ``[experts * rank, inputs]``, ranks of one expert beside each other.
-        b: ``[outputs, rank * experts]``, those of all experts beside each other. PEFT takes outputs for inputs in some
-            models, by the order of the parameter's dimensions; shapes tell.
-        sizes: inputs and outputs of the gate.
+        a: ``[experts * rank, inputs]``; the expert is the slower index.
+        b: ``[outputs, rank * experts]``; the rank is the slower index. PEFT swaps inputs and outputs for some models,
+            depending on the order of the parameter's dimensions; this is detected by the shapes.
+        sizes: inputs and outputs of the gate projection.
     """
     hidden, size = sizes
     if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1] or a.shape[0] % experts:
@@ -98,14 +98,14 @@ def _parts(
     parameter = next((name for name, shape in shapes.items() if given in (shape, shape[::-1])), None)
     if parameter is None:
         return
-    of_a, of_b = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
+    all_a, all_b = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
     if given != shapes[parameter]:
-        of_a, of_b = of_b.mT, of_a.mT
+        all_a, all_b = all_b.mT, all_a.mT
     for expert in range(experts):
-        own_a, own_b = of_a[expert].contiguous(), of_b[expert]
+        expert_a, expert_b = all_a[expert].contiguous(), all_b[expert]
         if parameter == "down_proj":
-            yield parameter, expert, 2, own_a, own_b.contiguous()
+            yield parameter, expert, 2, expert_a, expert_b.contiguous()
             continue
-        halves = (own_b[::2], own_b[1::2]) if interleaved else own_b.chunk(2)
+        halves = (expert_b[::2], expert_b[1::2]) if interleaved else expert_b.chunk(2)
         for number, half in enumerate(halves):
-            yield parameter, expert, number, own_a, half.contiguous()
+            yield parameter, expert, number, expert_a, half.contiguous()

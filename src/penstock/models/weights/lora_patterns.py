@@ -1,4 +1,4 @@
-"""``rank_pattern`` and ``alpha_pattern`` of an adapter: values by regular expressions for names of modules."""
+"""``rank_pattern`` and ``alpha_pattern`` of an adapter: values by regular expression of module names."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from penstock.core.errors import invalid
 from penstock.quant.config_fields import pattern
 
 MAX_EXPRESSIONS = 64
-"""Keys that are more than a name. Each is tried on the name of every module."""
+"""Maximum number of keys that are regular expressions. Each is tried on every module name."""
 MAX_REPEATS = 3
-"""Repetitions in one, whose time is a power of them."""
+"""Maximum number of repetitions in an expression, which is the exponent of the matching time."""
 NAME = re.compile(r"[\w.]+")
 
 
 class ValuesByPattern:
-    """Looks values up as PEFT does: by the first key that matches a module's name, or its end behind a dot.
+    """Lookup of values as in PEFT: by the first key that matches a module's name, or a part of it after a dot.
 
     Args:
-        values: by key, in order.
-        default: where no key matches.
-        field: the request's field, for errors.
+        values: value of each key, in order.
+        default: value if no key matches.
+        field: field of the request, for errors.
 
-    Raises ``PenstockError``: ``invalid`` for keys that are no regular expressions, or more than there may be,
-    ``unsupported`` for one that could take too long.
+    Raises ``PenstockError``: ``invalid`` for keys that are not regular expressions, or too many of them,
+    ``unsupported`` for expressions that could take too long.
     """
 
     def __init__(self, values: Mapping[str, Any], default: Any, field: str) -> None:
@@ -40,8 +40,8 @@ class ValuesByPattern:
             pattern(key, "adapter_config.json", field, MAX_REPEATS)
             self._expressions.append((i, re.compile(rf"(.*\.)?({key})")))
         if len(self._expressions) > MAX_EXPRESSIONS:
-            words = f"an adapter's rank_pattern or alpha_pattern has {len(self._expressions)} regular expressions"
-            raise invalid(field, f"{words}, and {MAX_EXPRESSIONS} are allowed", MAX_EXPRESSIONS)
+            message = f"rank_pattern or alpha_pattern of the adapter has {len(self._expressions)} regular expressions"
+            raise invalid(field, f"{message}; {MAX_EXPRESSIONS} are allowed", MAX_EXPRESSIONS)
 
     def __getitem__(self, name: str) -> Any:
         matches = [self._names[end] for end in _ends(name) if end in self._names]

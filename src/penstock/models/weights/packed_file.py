@@ -1,4 +1,4 @@
-"""Files of packed weights: a header with the checksum of each tensor, and data that are mapped, not copied."""
+"""Files of packed weights: a header with a checksum of each tensor, and data that is mapped, not copied."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from penstock.core.quantization import Format
 from penstock.ops import pages
 
 MAGIC = b"PENSTK02"
-"""A file begins with this, the length of its header and the header's checksum (8 bytes each, little-endian), and the
-header as JSON. The data begin at the next multiple of ``pages.HUGE``."""
+"""Start of a file. The length of the header, its checksum (8 bytes each, little-endian), and the header as JSON follow.
+The data starts at the next multiple of ``pages.HUGE``."""
 PREFIX = len(MAGIC) + 16
 ALIGNMENT = 64
 """Alignment in bytes of tensors smaller than a huge page; larger ones are aligned to huge pages."""
 MAX_VERIFIERS = 8
-"""Threads that compute checksums: a few are as fast as memory."""
+"""Maximum number of threads that compute checksums. A few are as fast as the memory."""
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.uint8, torch.int8, torch.int32, torch.bfloat16, torch.float16, torch.float32)
@@ -36,40 +36,40 @@ class Entry(msgspec.Struct, frozen=True):
     """One tensor of the file."""
 
     offset: int
-    """Bytes from the begin of the data."""
+    """Bytes from the start of the data."""
     dtype: str
     shape: tuple[int, ...]
     checksum: int
-    """XXH3, 64 bits, of its bytes."""
+    """64-bit XXH3 of its bytes."""
 
 
 class Header(msgspec.Struct, frozen=True, omit_defaults=True):
     state: str
-    """Hash of all that the file was made from."""
+    """Hash of everything that the file depends on."""
     size: int
-    """Bytes of the data."""
+    """Size of the data in bytes."""
     entries: dict[str, dict[str, Entry]]
     """Matrix name → tensor name → tensor."""
     formats: dict[str, Format] = {}
-    """Of the checkpoint's matrices that it has quantized already, by name; for engine folders."""
+    """Formats of the matrices that are quantized in the checkpoint, by name; for engine folders."""
 
 
 class PackedFile:
-    """A file that is mapped, where it is of the ``state`` that is wanted; ``threads`` verify its tensors meanwhile.
+    """A file of packed weights. It is mapped if its state is ``state``, and ``threads`` verify its tensors.
 
-    A file that is truncated while it is mapped ends the process with SIGBUS, as any mapped file does.
+    If the file is truncated while it is mapped, the process is terminated by SIGBUS, as with any mapped file.
 
-    Raises ``OSError`` or ``ValueError`` where it is not whole, or not consistent.
+    Raises ``OSError`` or ``ValueError`` if it is incomplete or inconsistent.
     """
 
     def __init__(self, file: IO[bytes], threads: Executor, state: str) -> None:
         self.header, start = read_header(file)
         self.tensors: dict[str, dict[str, Tensor]] = {}
-        """As ``Matrices``, read-only."""
+        """Read-only ``Matrices``."""
         self._damaged: dict[str, Future[list[str]]] = {}
         if self.header.state != state or not self.header.entries:
             return
-        memory = pages.mapped(file)  # which holds the file's locks, too
+        memory = pages.mapped(file)  # keeps the locks of the file, too
         for name, entries in self.header.entries.items():
             tensors = {}
             for key, entry in entries.items():
@@ -80,7 +80,7 @@ class PackedFile:
             self._damaged[name] = threads.submit(_damaged, tensors, entries)
 
     def damaged(self, name: str) -> list[str]:
-        """Names of a matrix's tensors whose checksum is wrong, once they are verified."""
+        """Names of a matrix's tensors with a wrong checksum. Waits until they are verified."""
         return self._damaged[name].result()
 
 
@@ -90,10 +90,10 @@ def verifiers() -> ThreadPoolExecutor:
 
 
 class PackedLayout:
-    """Where tensors lie in a file that is to be written: the same bytes for the same tensors.
+    """Layout of a new file. The same tensors give the same bytes.
 
     Args:
-        state, formats: as of ``Header``.
+        state, formats: see ``Header``.
     """
 
     def __init__(self, matrices: Matrices, state: str, formats: Mapping[str, Format] | None = None) -> None:
@@ -108,7 +108,7 @@ class PackedLayout:
         self._header = msgspec.json.encode(Header(state, at, self._entries, dict(formats or {})))
         self._start = _up(PREFIX + len(self._header), pages.HUGE)
         self.size = self._start + at
-        """Bytes of the file."""
+        """Size of the file in bytes."""
 
     def write(self, file: IO[bytes]) -> None:
         """Write to a file of ``size`` bytes."""
@@ -120,12 +120,12 @@ class PackedLayout:
 
 
 def read_header(file: IO[bytes]) -> tuple[Header, int]:
-    """The header of a file, and the offset of its data. Raises ``ValueError`` where the file is not whole, or its
-    header is not consistent."""
+    """The header of a file, and the offset of its data. Raises ``ValueError`` if the file is incomplete, or its header
+    inconsistent."""
     size = os.fstat(file.fileno()).st_size
     prefix = file.read(PREFIX)
     if not prefix.startswith(MAGIC):
-        raise ValueError("it is no weight cache of this version")
+        raise ValueError("it is not a weight cache of this version")
     length, checksum = (int.from_bytes(prefix[at : at + 8], "little") for at in (len(MAGIC), len(MAGIC) + 8))
     data = file.read(min(length, size))
     if len(data) != length or xxh3_64_intdigest(data) != checksum:
@@ -136,26 +136,25 @@ def read_header(file: IO[bytes]) -> tuple[Header, int]:
         raise ValueError(f"its header is damaged: {error}") from error
     start = _up(PREFIX + length, pages.HUGE)
     if size != start + header.size:
-        raise ValueError("it is not of its full length")
+        raise ValueError(f"it has {size} bytes instead of {start + header.size}")
     end = 0
     entries = [entry for matrix in header.entries.values() for entry in matrix.values()]
     for entry in sorted(entries, key=lambda entry: entry.offset):
         broken = entry.dtype not in DTYPES or min(entry.shape, default=0) < 0 or entry.offset % ALIGNMENT
         if broken or entry.offset < end:
-            raise ValueError("its header says what cannot be")
+            raise ValueError("its header is inconsistent")
         end = entry.offset + prod(entry.shape) * DTYPES[entry.dtype].itemsize
     if end > header.size:
-        raise ValueError("its header says what cannot be")
+        raise ValueError("its header is inconsistent")
     return header, start
 
 
 def _damaged(tensors: dict[str, Tensor], entries: dict[str, Entry]) -> list[str]:
-    """Names of the tensors whose checksum differs."""
     return [key for key, tensor in tensors.items() if _checksum(tensor) != entries[key].checksum]
 
 
 def _checksum(tensor: Tensor) -> int:
-    return xxh3_64_intdigest(_bytes(tensor))  # at 20 GB/s a core, and without Python's lock
+    return xxh3_64_intdigest(_bytes(tensor))  # 20 GB/s per core, without the GIL
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -1,4 +1,4 @@
-"""Zero padding of heads to multiples of 16."""
+"""Zero padding of attention heads to a supported size."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from penstock.layers import Weights
 from penstock.ops import QuantizedWeight
 
 OUTPUTS, INPUTS = ("q_proj", "k_proj", "v_proj"), ("o_proj",)
-"""Modules whose outputs, and whose inputs, are heads."""
+"""Modules whose outputs are heads, and modules whose inputs are heads."""
 
 
 class PaddedHeads:
-    """``layers.Weights`` of another one whose heads have fewer numbers.
+    """``layers.Weights`` with zero-padded heads.
 
-    Zeros in queries and keys add nothing to their products, and zeros in values make outputs that the zeros in
-    ``o_proj`` ignore.
+    Zeros in queries and keys do not change attention scores. Zeros in values add outputs that are multiplied by the
+    zeros in ``o_proj``.
 
     Args:
-        head_dim: numbers of a head in the checkpoint.
-        padded: numbers of a head in the model.
+        head_dim: elements per head in the checkpoint.
+        padded: elements per head in the model.
     """
 
     def __init__(self, base: Weights, head_dim: int, padded: int) -> None:
@@ -36,12 +36,11 @@ class PaddedHeads:
         return self._base.version
 
     def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
-        """As ``layers.Weights.read``."""
         module = name.split(".")[-2] if "." in name else ""
         if module in OUTPUTS:
             stored = (self._stored(shape[0]), *shape[1:])
-            within = (self._stored(rows[0]), self._stored(rows[1])) if rows else None
-            tensor = self._base.read(name, *stored, rows=within, as_stored=as_stored)
+            stored_rows = (self._stored(rows[0]), self._stored(rows[1])) if rows else None
+            tensor = self._base.read(name, *stored, rows=stored_rows, as_stored=as_stored)
             return self._pad(tensor.unflatten(0, (-1, self._head_dim)), 1).flatten(0, 1)
         if module in INPUTS and len(shape) == 2:
             tensor = self._base.read(name, shape[0], self._stored(shape[1]), rows=rows, as_stored=as_stored)
@@ -52,23 +51,21 @@ class PaddedHeads:
         return self._base.has(name)
 
     def format_of(self, name: str) -> Format:
-        """As ``layers.Weights.format_of``."""
         format = self._base.format_of(name)
         if format != UNQUANTIZED and name.rpartition(".")[2] in OUTPUTS + INPUTS:
-            message = f"head_dim {self._head_dim} of quantized weights; multiples of {PADDED_TO} are supported"
+            message = f"head_dim {self._head_dim} with quantized weights; multiples of {PADDED_TO} are supported"
             raise PenstockError(Code.UNSUPPORTED, message, "model")
         return format
 
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight | Tensor:
-        """As ``layers.Weights.read_quantized``."""
         return self._base.read_quantized(name, outputs, inputs, rows)
 
     def _stored(self, size: int) -> int:
-        """Rows of the checkpoint for those of the model."""
+        """Size in the checkpoint for a size in the model."""
         return size // self._padded * self._head_dim
 
     def _pad(self, heads: Tensor, dim: int) -> Tensor:
-        """Heads with zeros appended to a dimension, up to the padded size."""
+        """Append zeros to a dimension, up to the padded size."""
         shape = list(heads.shape)
         shape[dim] = self._padded - self._head_dim
         return torch.cat((heads, heads.new_zeros(shape)), dim)

@@ -1,4 +1,4 @@
-"""Checkpoints that have matrices under other names, or several in one tensor."""
+"""Checkpoints with matrices under other names, or several matrices in one tensor."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from penstock.ops import QuantizedWeight
 from ..stored import Stored
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Matrices of one input that checkpoints and adapters may have as one, and the names of its parts."""
+"""Fused matrix in checkpoints and adapters → its parts, which have the same input."""
 
 
 class RenamedWeights:
-    """``layers.Weights`` of another one under the names that layers ask for.
+    """``layers.Weights`` that maps names of modules to their location in ``base``.
 
     Args:
-        find: where a module of a name lies.
+        find: function from the name of a module to its location.
     """
 
     def __init__(self, base: Weights, find: Callable[[str], Stored]) -> None:
@@ -34,7 +34,6 @@ class RenamedWeights:
         return self._base.version
 
     def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
-        """As ``layers.Weights.read``."""
         stored, name = self._located(name)
         if not stored.ranges:
             return self._base.read(name, *shape, rows=rows, as_stored=as_stored)
@@ -47,7 +46,7 @@ class RenamedWeights:
         return self._base.has(self._located(name)[1])
 
     def _located(self, name: str) -> tuple[Stored, str]:
-        """Where a tensor's module lies, and the tensor's name there."""
+        """Location of a tensor's module, and the name of the tensor in ``base``."""
         module, _, suffix = name.rpartition(".")
         stored = self._find(module)
         stored_name = f"{stored.name}.{suffix}".removeprefix(".")
@@ -56,11 +55,9 @@ class RenamedWeights:
         return stored, stored_name
 
     def format_of(self, name: str) -> Format:
-        """As ``layers.Weights.format_of``."""
         return self._base.format_of(self._find(name).name)
 
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight | Tensor:
-        """As ``layers.Weights.read_quantized``."""
         stored = self._find(name)
         if not stored.ranges:
             return self._base.read_quantized(stored.name, outputs, inputs, rows)
@@ -69,7 +66,7 @@ class RenamedWeights:
 
 
 def _stack(parts: list[QuantizedWeight | Tensor]) -> QuantizedWeight | Tensor:
-    """Rows of one matrix, one part after the other."""
+    """Concatenate parts of a matrix by rows."""
     first = parts[0]
     if isinstance(first, Tensor):
         return torch.cat([part for part in parts if isinstance(part, Tensor)])

@@ -1,4 +1,4 @@
-"""Files with tensors: safetensors, and PyTorch's own through its weights-only reader."""
+"""Files with tensors: safetensors, and PyTorch files through the weights-only unpickler."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from penstock.core.errors import invalid
 
 
 class TensorFile(Protocol):
-    """Tensors by name. Methods raise ``PenstockError`` (``invalid``) where the file is damaged."""
+    """Interface of files with tensors. Methods raise ``PenstockError`` (``invalid``) for damaged files."""
 
     def names(self) -> Iterable[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def read(self, name: str, rows: tuple[int, int] | None) -> Tensor:
-        """A tensor, or its rows from the first to the end. Pages of the file are read when they are used."""
+        """Read a tensor, or a range (first, end) of its rows. Pages of the file are read when they are used."""
         ...
 
 
 def open_tensors(path: Path) -> TensorFile:
-    """Open a file, mapped into memory. Raises ``PenstockError`` (``invalid``) where it is damaged, or has more than
-    tensors, which would be code to run."""
+    """Map a file. Raises ``PenstockError`` (``invalid``) if it is damaged, or has other objects than tensors, which
+    could run code."""
     return SafetensorsFile(path) if path.suffix == ".safetensors" else PyTorchFile(path)
 
 
@@ -44,19 +44,16 @@ class SafetensorsFile:
             raise _damaged(path, error) from error
 
     def names(self) -> Iterable[str]:
-        """As ``TensorFile.names``."""
         names: Iterable[str] = self._file.keys()
         return names
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """As ``TensorFile.shape``."""
         try:
             return tuple(self._file.get_slice(name).get_shape())
         except SafetensorError as error:
             raise _damaged(self._path, error) from error
 
     def read(self, name: str, rows: tuple[int, int] | None) -> Tensor:
-        """As ``TensorFile.read``."""
         try:
             tensor: Tensor = self._file.get_slice(name)[rows[0] : rows[1]] if rows else self._file.get_tensor(name)
         except SafetensorError as error:
@@ -65,34 +62,31 @@ class SafetensorsFile:
 
 
 class PyTorchFile:
-    """A ``TensorFile`` that ``torch.save`` wrote. Its pickle is read by PyTorch's weights-only reader, which makes
-    nothing but tensors and plain containers, and runs no code of the file."""
+    """A ``TensorFile`` of ``torch.save``. PyTorch's weights-only unpickler creates only tensors and plain containers,
+    and runs no code of the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # whatever a damaged file makes the reader raise
+        except Exception as error:  # a damaged file may cause any error
             raise _refused(path, error) from error
         named = content.items() if isinstance(content, dict) else ()
         self._tensors: dict[str, Tensor] = {name: value.detach() for name, value in named if _is_plain(value)}
 
     def names(self) -> Iterable[str]:
-        """As ``TensorFile.names``."""
         return self._tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """As ``TensorFile.shape``."""
         return tuple(self._get(name).shape)
 
     def read(self, name: str, rows: tuple[int, int] | None) -> Tensor:
-        """As ``TensorFile.read``."""
         tensor = self._get(name)
         return tensor[rows[0] : rows[1]] if rows else tensor
 
     def _get(self, name: str) -> Tensor:
         if name not in self._tensors:
-            raise invalid("model", f"{self._path} has no tensor {name}, which its index says it has")
+            raise invalid("model", f"{self._path} has no tensor {name}, which the index has")
         return self._tensors[name]
 
 
@@ -101,14 +95,14 @@ def _is_plain(value: object) -> bool:
 
 
 def _refused(path: Path, error: Exception) -> Exception:
-    """The error for a file that the weights-only reader does not read."""
+    """The error for a file that the weights-only unpickler does not load."""
     if not is_zipfile(path):
-        words = f"{path} is damaged, or a pickle from before PyTorch 1.6, which is not loaded"
+        message = f"{path} is damaged, or a pickle from before PyTorch 1.6, which is not loaded"
     elif found := re.search(r"GLOBAL ([\w.]{1,100})", str(error)):
-        words = f"{path} is not loaded, as its pickle would run {found[1]}"
+        message = f"{path} is not loaded, as its pickle would run {found[1]}"
     else:
-        words = f"{path} is damaged, or has more than tensors, and is not loaded ({type(error).__name__})"
-    return invalid("model", f"{words}. Convert it to safetensors where it was made.")
+        message = f"{path} is damaged, or has other objects than tensors, and is not loaded ({type(error).__name__})"
+    return invalid("model", f"{message}. Convert it to safetensors where it was created.")
 
 
 def _damaged(path: Path, error: Exception) -> Exception:
