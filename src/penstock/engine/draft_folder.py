@@ -12,12 +12,12 @@ from penstock.planning.model_size import ModelSize
 
 
 def draft_folder(speculative: SpeculativeConfig | None, model: str) -> Path | None:
-    """Folder of the heads or of the draft model; None where n-grams or the model's own MTP layers draft, or nothing.
+    """Folder of the heads or of the draft model; None if n-grams or the model's own MTP layers draft, or nothing.
 
     Args:
         model: the option; empty for the built-in model.
 
-    Raises ``PenstockError`` (``invalid``) where it is not given.
+    Raises ``PenstockError`` (``invalid``) if it is not given.
     """
     if not speculative or speculative.method in ("ngram", "mtp"):
         return None
@@ -35,7 +35,7 @@ def draft_folder(speculative: SpeculativeConfig | None, model: str) -> Path | No
 
 
 def draft_size(speculative: SpeculativeConfig | None, model: str, size: ModelSize) -> ModelSize | None:
-    """The size of the heads or of the draft model; None where there are none. Raises as ``draft_folder``, and
-    ``PenstockError`` (``invalid``) where they are broken."""
+    """The size of the heads or of the draft model; None if there are none. Raises as ``draft_folder``, and
+    ``PenstockError`` (``invalid``) if they are broken."""
     folder = draft_folder(speculative, model)
     return draft_size_of(folder, speculative.method, size) if speculative and folder else None

@@ -71,7 +71,7 @@ ENGINE_FAILED = Failure(Code.UNAVAILABLE, "the engine cannot compute steps any m
 MAX_FAILED_STEPS = 8
 """Number of consecutive failed steps after which the engine has failed."""
 PREREQUISITES_TIMEOUT = 0.02
-"""Seconds that ``step`` waits for requests' prerequisites where nothing can be computed."""
+"""Seconds that ``step`` waits for requests' prerequisites if nothing can be computed."""
 
 
 class Engine:
@@ -81,7 +81,7 @@ class Engine:
         logs: log settings of worker processes; None leaves their logging as it is, as a library has to.
         weights: folder of the weights to start with; empty for the model's.
 
-    Raises ``PenstockError`` with one sentence where the options or the checkpoint do not allow a start.
+    Raises ``PenstockError`` with one sentence if the options or the checkpoint do not allow a start.
     """
 
     def __init__(self, options: EngineOptions, logs: LogOptions | None = None, weights: str = "") -> None:
@@ -160,7 +160,7 @@ class Engine:
         self._executor.run(InitCache(blocks, host_blocks, transfer, offload))  # before lists of as many blocks are made
         device_pool = BlockPool(blocks - _tree_blocks(speculative, options, blocks), options.block_size)
         self.kv_offloading: KVOffloading | None = None
-        """Lower tiers of the prefix cache; None where there are none."""
+        """Lower tiers of the prefix cache; None if there are none."""
         if host_tier:
             self.kv_offloading = start_offloading(options, layouts, info.fingerprint, device_pool, host_tier)
         self.scheduler = Scheduler(
@@ -212,7 +212,7 @@ class Engine:
         self._executor.close()
 
     def _warm_up(self) -> None:
-        """Run ``warm_up_requests``. Raises ``PenstockError`` where a step fails."""
+        """Run ``warm_up_requests``. Raises ``PenstockError`` if a step fails."""
         begun, left = time.monotonic(), warm_up_requests(self.scheduler.options, self.info)
         tokens, shown = sum(len(request.prompt) for request in left), logger.isEnabledFor(logging.INFO)
         with Progress("warm-up", len(left), "request", logger.info, shown=shown) as progress:
@@ -270,8 +270,8 @@ class Engine:
             self._grammar_compiler.compile(constraint).result()
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request. Raises ``PenstockError``: ``invalid`` or ``unsupported`` where it can never run,
-        ``overloaded`` where the queue is full, ``unavailable`` where the engine has failed."""
+        """Queue a request. Raises ``PenstockError``: ``invalid`` or ``unsupported`` if it can never run,
+        ``overloaded`` if the queue is full, ``unavailable`` if the engine has failed."""
         if self.failure:
             raise PenstockError.of(self.failure)
         check_request(request, self._config, self.info)
@@ -296,7 +296,7 @@ class Engine:
         """Set the vocabulary; to be called before the first request with guided decoding.
 
         Args:
-            vocabulary: returns it. Not called where the vocabulary is set already.
+            vocabulary: returns it. Not called if the vocabulary is set already.
         """
         self._grammar_compiler.set_vocabulary(vocabulary)
 
@@ -306,7 +306,7 @@ class Engine:
         self._grammar_compiler.preload_vocabulary()
 
     def try_add(self, request: EngineRequest) -> bool:
-        """``add`` a request. Returns False where the queue is full, True where it was added."""
+        """``add`` a request. Returns False if the queue is full, True if it was added."""
         try:
             self.add(request)
         except PenstockError as error:
@@ -358,14 +358,14 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether there are requests that have not ended, steps in flight, or blocks to store in the host tier."""
+        """True if there are requests that have not ended, steps in flight, or blocks to store in the host tier."""
         transfers = self.kv_connector is not None and self.kv_connector.busy
         stores = self.kv_offloading is not None and self.kv_offloading.has_stores and not self.failure
         return self.scheduler.num_unfinished_requests > 0 or bool(self._in_flight) or transfers or stores
 
     @property
     def has_pending(self) -> bool:
-        """Whether ``step`` has to be called although there are no requests, as weights are being loaded, or the engine
+        """True if ``step`` has to be called although there are no requests, as weights are being loaded, or the engine
         is being paused or woken up."""
         return self.weights.has_pending or self.sleeper.has_pending
 
@@ -420,7 +420,7 @@ class Engine:
         return sum(plan.tokens + plan.encoder_tokens for plan, _ in self._in_flight)
 
     def _submit(self, plan: Plan) -> list[TokenDelta] | None:
-        """Send a step. Returns None, or the last deltas of its requests where it could not be sent."""
+        """Send a step. Returns None, or the last deltas of its requests if it could not be sent."""
         self.steps, self.last_plan = self.steps + 1, plan
         self.step_counts.record(plan.tokens)
         self._in_flight.append((plan, time.perf_counter()))
@@ -465,7 +465,7 @@ class Engine:
         return self.scheduler.update(plan, output)
 
     def _handle_step_error(self, plan: Plan, error: BaseException) -> list[TokenDelta]:
-        """End the requests of a step that failed with ``error``, or all requests where the workers cannot compute any
+        """End the requests of a step that failed with ``error``, or all requests if the workers cannot compute any
         more. Returns their last deltas."""
         if self.kv_connector:
             self.kv_connector.exports.after_step(plan, failed=True)
@@ -493,8 +493,8 @@ class Engine:
         ]
 
     def _probe_workers(self) -> bool:
-        """Compute a probe step of one token. Returns False where it fails: the device has failed for good. Returns True
-        without a probe where steps are in flight, which will fail themselves, or where no block is free."""
+        """Compute a probe step of one token. Returns False if it fails: the device has failed for good. Returns True
+        without a probe if steps are in flight, which will fail themselves, or if no block is free."""
         pool = self.scheduler.device_pool
         if self._in_flight or not pool.num_free:
             return True
@@ -536,10 +536,10 @@ def _set_guide(sequence: Sequence, grammar: Grammar) -> None:
 def _tree_blocks(speculative: SpeculativeConfig | None, options: EngineOptions, blocks: int) -> int:
     """KV blocks for trees of draft tokens, which no sequence gets.
 
-    Raises ``PenstockError`` (``invalid``) where they leave none.
+    Raises ``PenstockError`` (``invalid``) if they leave none.
     """
     count = speculative.tree.scratch_blocks(options.block_size) if speculative and speculative.tree else 0
     if count >= blocks:
-        words = f"the tree of draft tokens takes {count} KV blocks, and there are {blocks}"
-        raise invalid("speculative_config", words, blocks)
+        message = f"the tree of draft tokens takes {count} KV blocks, and there are {blocks}"
+        raise invalid("speculative_config", message, blocks)
     return count

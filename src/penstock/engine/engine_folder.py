@@ -71,7 +71,7 @@ def build_engine(
         workers: processes that pack ranks at the same time.
         max_shard_size: bytes of a file, about; a worker needs as much memory, and that of the largest matrix.
 
-    Raises ``PenstockError`` with one sentence where options, checkpoint or folder do not allow it.
+    Raises ``PenstockError`` with one sentence if options, checkpoint or folder do not allow it.
     """
     folder = Path(options.model) if options.model else demo.CHAT
     model = read_config(folder)
@@ -80,8 +80,8 @@ def build_engine(
     if model.has_vision:
         raise PenstockError(Code.UNSUPPORTED, "model: engine folders of models that see images are not built", "model")
     if model.speech:
-        words = "model: engine folders of models that transcribe audio are not built"
-        raise PenstockError(Code.UNSUPPORTED, words, "model")
+        message = "model: engine folders of models that transcribe audio are not built"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
     if options.max_model_len > model.max_model_len:
         message = f"is {options.max_model_len}, and this model has a context of {model.max_model_len} tokens"
         raise invalid("max_model_len", message, model.max_model_len)
@@ -157,7 +157,7 @@ def build_rank(job: RankJob, progress: Callable[[int], None], threads: int = 0) 
 
 
 def _has_mtp(folder: Path, model: ModelConfig) -> bool:
-    """Whether the checkpoint has its layers for multi-token prediction: some leave them out."""
+    """True if the checkpoint has its layers for multi-token prediction: some leave them out."""
     name = f"model.layers.{model.num_layers}.enorm.weight"
     return model.num_mtp_layers > 0 and Checkpoint(folder).has(name)
 
@@ -177,8 +177,8 @@ def _build_in_processes(jobs: list[RankJob], workers: int, progress: Callable[[i
                 if future.done():
                     future.result()
         except BrokenProcessPool as error:
-            words = "a worker process was killed, perhaps as memory ran out: run the same command again"
-            raise PenstockError(Code.UNAVAILABLE, f"{words}, with fewer --workers") from error
+            message = "a worker process was killed, perhaps as memory ran out: run the same command again"
+            raise PenstockError(Code.UNAVAILABLE, f"{message}, with fewer --workers") from error
         finally:
             if not all(future.done() for future in futures):  # an error, or Ctrl-C: nobody waits for the others
                 for process in multiprocessing.active_children():

@@ -9,7 +9,7 @@ LINK_LOST = 86
 
 
 def exit_reason(status: int) -> str:
-    """Describe a process's return code, which is minus the signal's number where a signal has killed it."""
+    """Describe a process's return code, which is minus the signal's number if a signal has killed it."""
     if status == LINK_LOST:
         return "it has lost its connection to a rank of another node"
     return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"

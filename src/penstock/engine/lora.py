@@ -61,7 +61,7 @@ class LoRAManager:
         self._free_slots = list(range(max_loras))
         self._lora_slots = scheduler.builder.lora_slots
         self.has_pending = False
-        """Whether loads or unloads are pending, so that ``process_pending`` has to be called."""
+        """True if loads or unloads are pending, so that ``process_pending`` has to be called."""
 
     @property
     def paths(self) -> dict[str, str]:
@@ -76,7 +76,7 @@ class LoRAManager:
     def key(self, name: str) -> str:
         """The key of a loaded adapter, which identifies its contents.
 
-        Raises ``PenstockError``: ``not_found`` where there is no such adapter, ``unavailable`` while it is loading.
+        Raises ``PenstockError``: ``not_found`` if there is no such adapter, ``unavailable`` while it is loading.
         """
         if adapter := self._loaded.get(name):
             return adapter.key
@@ -85,12 +85,12 @@ class LoRAManager:
         raise PenstockError(Code.NOT_FOUND, f"adapter {name[:200]!r} is not loaded", "adapter")
 
     def load(self, name: str, path: str) -> Future[None]:
-        """Start to load an adapter. Does nothing where it is loaded from this folder already.
+        """Start to load an adapter. Does nothing if it is loaded from this folder already.
 
         Returns:
             A future that ``process_pending`` completes once requests may name the adapter, or with a ``PenstockError``.
 
-        Raises ``PenstockError`` where it cannot be loaded.
+        Raises ``PenstockError`` if it cannot be loaded.
         """
         if not self._needs_load(name, path) and name in self._loading:
             return self._loading[name].done
@@ -107,13 +107,13 @@ class LoRAManager:
         """Unload an adapter for new requests; unfinished ones keep it, and its slot. One that is being loaded fails to
         load.
 
-        Raises ``PenstockError`` (``not_found``) where it is not loaded.
+        Raises ``PenstockError`` (``not_found``) if it is not loaded.
         """
         if load := self._loading.pop(name, None):
             self._unwanted.append(load)
             self.has_pending = True
-            words = f"adapter {name!r} was unloaded while it was being loaded"
-            load.done.set_exception(PenstockError(Code.UNAVAILABLE, words, "lora_name"))
+            message = f"adapter {name!r} was unloaded while it was being loaded"
+            load.done.set_exception(PenstockError(Code.UNAVAILABLE, message, "lora_name"))
             return
         if name not in self._loaded:
             raise PenstockError(Code.NOT_FOUND, f"adapter {name[:200]!r} is not loaded", "lora_name")
@@ -156,7 +156,7 @@ class LoRAManager:
         self.has_pending = bool(self._loading or self._unloading or self._unwanted)
 
     def _slot_of(self, key: str, slot: int) -> int:
-        """The slot of an adapter that was loaded into ``slot``: where another with the same contents has one already,
+        """The slot of an adapter that was loaded into ``slot``: if another with the same contents has one already,
         that one, and ``slot`` is free again."""
         if (shared := self._lora_slots.setdefault(key, slot)) != slot:
             self._unloading = [adapter for adapter in self._unloading if adapter.key != key]
@@ -165,7 +165,7 @@ class LoRAManager:
         return shared
 
     def wait(self, future: Future[None]) -> None:
-        """Wait for a load. Raises ``PenstockError`` where it failed."""
+        """Wait for a load. Raises ``PenstockError`` if it failed."""
         while not future.done():
             for load in list(self._loading.values()):
                 self._executor.wait(load.reply)
@@ -173,13 +173,13 @@ class LoRAManager:
         future.result()
 
     def _needs_load(self, name: str, path: str) -> bool:
-        """Whether the adapter has to be loaded; False where it is loaded, or being loaded, from this folder.
+        """True if the adapter has to be loaded; False if it is loaded, or being loaded, from this folder.
 
-        Raises ``PenstockError`` where it cannot be loaded.
+        Raises ``PenstockError`` if it cannot be loaded.
         """
         if not self._max_loras:
-            words = "this engine runs without LoRA adapters: start it with enable_lora"
-            raise PenstockError(Code.UNSUPPORTED, words, "lora_name")
+            message = "this engine runs without LoRA adapters: start it with enable_lora"
+            raise PenstockError(Code.UNSUPPORTED, message, "lora_name")
         if not name or not path:
             raise invalid("lora_path" if name else "lora_name", "must not be empty")
         if (loaded_from := self.paths.get(name)) is not None:
@@ -190,6 +190,6 @@ class LoRAManager:
         if not self._free_slots:
             count = len(self._unloading)
             unloading = f", {count} of them until the requests that use them end" if count else ""
-            words = f"{self._max_loras} adapters are loaded (max_loras){unloading}; unload one first"
-            raise invalid("lora_name", words, self._max_loras)
+            message = f"{self._max_loras} adapters are loaded (max_loras){unloading}; unload one first"
+            raise invalid("lora_name", message, self._max_loras)
         return True

@@ -25,7 +25,7 @@ class RequestSpans:
         """A request has ended.
 
         Args:
-            failure: why, where it has not finished.
+            failure: why, if it has not finished.
         """
         request, first, now = group.request, group.first, time.monotonic()
         if not request.is_sampled:
@@ -63,7 +63,7 @@ class RequestSpans:
 
 
 def _end(span: Span, end: float | None, now: float, failure: Failure | None) -> None:
-    """End a span at ``end``, or, where the request has not come so far, with it and its failure."""
+    """End a span at ``end``, or, if the request has not come so far, with it and its failure."""
     if end is None and failure:
         span.fail(failure.code.value, failure.message)
     span.end(now if end is None else end)

@@ -35,15 +35,15 @@ class SleepManager:
         self.asleep: set[str] = set()
         """Parts that were freed: ``weights``, ``kv_cache``."""
         self.is_paused = False
-        """Whether the engine computes no steps, as it was paused or sleeps."""
+        """True if the engine computes no steps, as it was paused or sleeps."""
         self.forgets_weights = False
-        """Whether weights that are dropped cannot be read again, as the folder that they came from is gone."""
+        """True if weights that are dropped cannot be read again, as the folder that they came from is gone."""
         self._then: Callable[[], None] | None = None
         """What is to be done once no step is in flight."""
         self._done: Future[None] | None = None
         """The result of the call that is pending."""
         self._waits = False
-        """Whether sequences that have begun are waited for."""
+        """True if sequences that have begun are waited for."""
         self._wanted: set[str] = set()
         """Parts that are being brought back."""
         self._reloading: Future[str] | None = None
@@ -51,7 +51,7 @@ class SleepManager:
         self._committed = False
         self._deltas: list[TokenDelta] = []
         self.has_pending = False
-        """Whether ``poll`` has to be called."""
+        """True if ``poll`` has to be called."""
 
     def pause(self, mode: PauseMode = "abort", clear_cache: bool = True) -> Future[None]:
         """Compute no steps until ``resume``; requests that come wait in the queue.
@@ -109,10 +109,10 @@ class SleepManager:
             tags: ``weights``, ``kv_cache``; None is both.
 
         Returns:
-            A future that is done once they are there. ``PenstockError`` where weights cannot be read again; the engine
+            A future that is done once they are there. ``PenstockError`` if weights cannot be read again; the engine
             sleeps on.
 
-        Raises ``PenstockError`` where that is impossible.
+        Raises ``PenstockError`` if that is impossible.
         """
         if unknown := set(tags or ()) - set(TAGS):
             raise invalid("tags", f"{min(unknown)!r} is none of {' and '.join(TAGS)}")
@@ -121,8 +121,10 @@ class SleepManager:
         wanted = set(TAGS if tags is None else tags) & self.asleep
         if WEIGHTS in wanted and self.forgets_weights:
             if tags is None:
-                words = "the weights in use were given by update_weights and are dropped: give weights, then wake it up"
-                raise PenstockError(Code.UNAVAILABLE, words, "tags")
+                message = (
+                    "the weights in use were given by update_weights and are dropped: give weights, then wake it up"
+                )
+                raise PenstockError(Code.UNAVAILABLE, message, "tags")
             wanted.remove(WEIGHTS)  # update_weights brings them
         if WEIGHTS in wanted:
             self._reloading, self._committed = self._weights.load(), False
@@ -183,8 +185,8 @@ class SleepManager:
                 raise
             except Exception as error:
                 logger.error("the KV cache could not be allocated again", exc_info=error)
-                words = f"the KV cache could not be allocated again ({error}); free memory, then wake it up again"
-                self._finish(PenstockError(Code.UNAVAILABLE, words))
+                message = f"the KV cache could not be allocated again ({error}); free memory, then wake it up again"
+                self._finish(PenstockError(Code.UNAVAILABLE, message))
                 return
             self.asleep.remove(KV_CACHE)
         self._resume_if_awake()

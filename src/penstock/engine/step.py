@@ -67,7 +67,7 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     image_spans: list[ImageSpan] = []
     mrope_positions: np.ndarray = EMPTY
     """``[3, prompt_length]``: positions of the prompt's tokens in time, height and width, of which a model with M-RoPE
-    computes rotary embeddings; empty where all three are the place in the sequence."""
+    computes rotary embeddings; empty if all three are the place in the sequence."""
     head: str = ""
     """Head of the model (``Model.heads``) whose output for the pooled states is returned in their place."""
     pooling_token_ids: tuple[int, ...] = ()
@@ -129,19 +129,19 @@ class StepInput(msgspec.Struct, tag=True, omit_defaults=True):
     needs_sample: np.ndarray
     """``[items]`` bool: whether the row samples the next token; rows that this step forks from it then sample, too."""
     drafts: np.ndarray = EMPTY
-    """``[items]``: number of draft tokens; empty where no item has any."""
+    """``[items]``: number of draft tokens; empty if no item has any."""
     draft_token_ids: np.ndarray = EMPTY
     """``[drafts.sum()]``: the draft tokens of all items, concatenated."""
     draft_parents: np.ndarray = EMPTY
     """``[drafts.sum()]``: index of the draft token before each among those of its item, -1 for the item's last token.
-    Draft tokens are in depth-first order; empty where each follows the one before it."""
+    Draft tokens are in depth-first order; empty if each follows the one before it."""
     has_grammar_bitmask: bool = False
-    """Whether a grammar bitmask follows (``Executor.submit``)."""
+    """True if a grammar bitmask follows (``Executor.submit``)."""
     export_places: np.ndarray = EMPTY
     """``[lengths.sum()]``: where keys and values of each computed token are exported in the transfer buffer
-    (``ops.Batch.export_places``), -1 for none; empty where no token is exported."""
+    (``ops.Batch.export_places``), -1 for none; empty if no token is exported."""
     export_step: int = 0
-    """Number of the step in the ranks' progress (``ops.LayerExport.progress``), where tokens are exported."""
+    """Number of the step in the ranks' progress (``ops.LayerExport.progress``), if tokens are exported."""
     evicted_images: list[bytes] = []
     """Content hashes of images whose features the workers are to drop, before they encode others."""
     encoded_images: list[ImageInput] = []
@@ -161,7 +161,7 @@ class SampledTokens(NamedTuple):
     """What a row sampled in a step: tokens, or for a beam its candidates, or a failure."""
 
     token_ids: list[int]
-    """The accepted draft tokens and the token sampled after them; empty for a beam, and where there is a failure."""
+    """The accepted draft tokens and the token sampled after them; empty for a beam, and if there is a failure."""
     logprobs: list[list[Logprob]] | None = None
     """For each token its logprob, followed by those of the alternatives; None unless requested."""
     logits: list[bytes] | None = None
@@ -178,9 +178,9 @@ class StepOutput(NamedTuple):
     sampled: list[SampledTokens]
     """One for each row that samples, in the order of the items; rows forked in this step follow their parent."""
     prompt_logprobs: dict[int, list[list[Logprob]]] = {}  # noqa: RUF012 - a tuple's default, never written
-    """By item, where requested: logprobs of the prompt tokens that follow those computed."""
+    """By item, if requested: logprobs of the prompt tokens that follow those computed."""
     context_logits: dict[int, bytes] = {}  # noqa: RUF012 - likewise
-    """By item, where requested: logits after each computed prompt token, ``[tokens, vocabulary]`` float32."""
+    """By item, if requested: logits after each computed prompt token, ``[tokens, vocabulary]`` float32."""
     pooler_hidden_states: dict[int, np.ndarray] = {}  # noqa: RUF012 - likewise
     """By item of an embedding request: hidden states to pool, ``[tokens, hidden]`` float32."""
 
@@ -199,7 +199,7 @@ class TransferMemory(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LoadModel(msgspec.Struct, array_like=True, tag=True):
-    """Load the model. Answered with ``ModelInfo``, or with a ``PenstockError`` where an option or the checkpoint does
+    """Load the model. Answered with ``ModelInfo``, or with a ``PenstockError`` if an option or the checkpoint does
     not allow it."""
 
     weights: str = ""
@@ -212,7 +212,7 @@ class ProfileMemory(msgspec.Struct, array_like=True, tag=True):
 
 
 class InitCache(msgspec.Struct, array_like=True, tag=True):
-    """Allocate the KV cache. Answered with None, or with a ``PenstockError`` where that is impossible."""
+    """Allocate the KV cache. Answered with None, or with a ``PenstockError`` if that is impossible."""
 
     blocks: int
     """Number of blocks on the device."""
@@ -226,7 +226,7 @@ class InitCache(msgspec.Struct, array_like=True, tag=True):
 
 class Propose(msgspec.Struct, array_like=True, tag=True):
     """Draft tokens for rows. Answered with a list for each row: its draft token ids, which may be fewer than asked for,
-    or None where the drafter has failed for the row."""
+    or None if the drafter has failed for the row."""
 
     updates: RowUpdates
     rows: np.ndarray
@@ -236,7 +236,7 @@ class Propose(msgspec.Struct, array_like=True, tag=True):
     counts: np.ndarray
     """``[rows]``: maximum number of draft tokens for each row; of a tree, its depth."""
     trees: np.ndarray = EMPTY
-    """``[rows]``: 1 where the draft is a tree, of the shape that was configured, else 0; empty where none is. A tree is
+    """``[rows]``: 1 if the draft is a tree, of the shape that was configured, else 0; empty if none is. A tree is
     answered whole, with negative numbers for tokens that there are not."""
 
 
@@ -266,7 +266,7 @@ class ChangeWeights(msgspec.Struct, array_like=True, tag=True):
     """Change the weights that steps use; no row may be running. Answered with None.
 
     ``swap`` uses those of ``LoadWeights`` from now on, and keeps the ones before; ``commit`` drops these; ``revert``
-    goes back to them where they were swapped, and drops what ``LoadWeights`` has read.
+    goes back to them if they were swapped, and drops what ``LoadWeights`` has read.
     """
 
     action: Literal["swap", "commit", "revert"]
@@ -293,7 +293,7 @@ class ReadExpertLoad(msgspec.Struct, array_like=True, tag=True):
     stage those of its layers."""
 
     reset: bool = False
-    """Whether they are counted from 0 afterwards."""
+    """True if they are counted from 0 afterwards."""
 
 
 class ExportKV(msgspec.Struct, array_like=True, tag=True):
@@ -345,7 +345,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     vocab_size: int
     hidden_size: int
     has_lm_head: bool
-    """Whether it can generate; otherwise it only makes embeddings."""
+    """True if it can generate; otherwise it only makes embeddings."""
     dtype: str
     quantization: str
     fingerprint: str
@@ -356,7 +356,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     mtp_layers: int
     """Number of multi-token prediction layers loaded."""
     drafts: bool = False
-    """Whether the workers answer ``Propose``."""
+    """True if the workers answer ``Propose``."""
     token_types: int = 0
     """Token types that the model knows (``EngineRequest.second_text``); 0 for none."""
     heads: tuple[str, ...] = ()
@@ -364,9 +364,9 @@ class ModelInfo(msgspec.Struct, frozen=True):
     embedding_size: int = 0
     """Numbers in an embedding."""
     asynchronous: bool = False
-    """Whether the next step should be submitted while one is computed, since the device, not the host, computes it."""
+    """True if the next step should be submitted while one is computed, since the device, not the host, computes it."""
     has_vision: bool = False
-    """Whether prompts may have images."""
+    """True if prompts may have images."""
     feature_bytes: int = 0
     """Bytes of an image's feature; 0 of a model that sees no images."""
 

@@ -43,14 +43,14 @@ class WeightsManager:
         self._reading: Future[Any] | None = None
         """The workers' answer, the version."""
         self._unwanted = False
-        """Whether these are to be dropped once they are read."""
+        """True if these are to be dropped once they are read."""
         self._loaded: Future[str] | None = None
         """The result of ``load``, until they are swapped or dropped."""
         self._swapped: Future[str] | None = None
         """The result of ``commit``, until they are swapped."""
         self._running: Running = "finish"
         self.has_pending = False
-        """Whether ``poll`` has to be called."""
+        """True if ``poll`` has to be called."""
 
     @property
     def reading(self) -> list[Future[Any]]:
@@ -59,7 +59,7 @@ class WeightsManager:
 
     @property
     def is_changing(self) -> bool:
-        """Whether weights are loaded or being loaded beside those in use."""
+        """True if weights are loaded or being loaded beside those in use."""
         return self._loaded is not None
 
     def load(self, path: str = "") -> Future[str]:
@@ -69,10 +69,10 @@ class WeightsManager:
             path: folder of a checkpoint of the same model; empty is the one whose weights are in use.
 
         Returns:
-            Their version, once all ranks have them; ``commit`` or ``discard`` has to follow. ``PenstockError`` where a
+            Their version, once all ranks have them; ``commit`` or ``discard`` has to follow. ``PenstockError`` if a
             rank cannot load them; then nothing has changed.
 
-        Raises ``PenstockError`` where there is no room for them, or others are loaded.
+        Raises ``PenstockError`` if there is no room for them, or others are loaded.
         """
         if self._loaded:
             raise PenstockError(Code.UNAVAILABLE, BUSY)
@@ -101,7 +101,7 @@ class WeightsManager:
             self._drop()
 
     def poll(self, num_in_flight: int) -> str | None:
-        """Go on with what is pending, between two steps. Returns the version of the weights where others are in use
+        """Go on with what is pending, between two steps. Returns the version of the weights if others are in use
         from now on. Raises ``WorkerLostError``."""
         if self._reading:
             self._executor.poll()
@@ -126,7 +126,7 @@ class WeightsManager:
             loaded.set_result(reading.result())
 
     def _is_free(self) -> bool:
-        """Whether no sequence has KV of the weights in use; sequences are preempted where they are to be recomputed."""
+        """True if no sequence has KV of the weights in use; sequences are preempted if they are to be recomputed."""
         waits = self._running == "finish" and not self._scheduler.is_held
         if waits and self._scheduler.has_started_sequences:
             return False
@@ -134,7 +134,7 @@ class WeightsManager:
         return True
 
     def _swap(self, swapped: Future[str]) -> str | None:
-        """Swap the weights; returns the version of the new ones, None where it fails."""
+        """Swap the weights; returns the version of the new ones, None if it fails."""
         assert self._loaded
         version = self._loaded.result()
         self._swapped = None

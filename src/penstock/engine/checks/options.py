@@ -40,8 +40,8 @@ def checked_options(options: EngineOptions, config: ModelConfig, folder: Path) -
         built.check(folder, {name: getattr(options, name) for name in DECIDED})
     speculative = SpeculativeConfig.read(options.speculative_config)
     if speculative and speculative.method != "ngram" and options.pipeline_parallel_size > 1:
-        words = "pipeline_parallel_size allows the method ngram only, no draft model, MTP layers or heads"
-        raise PenstockError(Code.UNSUPPORTED, words, "speculative_config")
+        message = "pipeline_parallel_size allows the method ngram only, no draft model, MTP layers or heads"
+        raise PenstockError(Code.UNSUPPORTED, message, "speculative_config")
     _check_vision(options, config, speculative)
     _check_ranks(options, config)
     return options
@@ -58,8 +58,8 @@ def _check_vision(options: EngineOptions, config: ModelConfig, speculative: Spec
         "speculative_config": speculative is not None and speculative.method != "ngram",
     }
     for name in [name for name, given in wrong.items() if given]:
-        words = f"{name}: models that see images are not run with {getattr(options, name)}, so far"
-        raise PenstockError(Code.UNSUPPORTED, words, name)
+        message = f"{name}: models that see images are not run with {getattr(options, name)}, so far"
+        raise PenstockError(Code.UNSUPPORTED, message, name)
 
 
 def _check_ranks(options: EngineOptions, config: ModelConfig) -> None:
@@ -74,15 +74,15 @@ def _check_ranks(options: EngineOptions, config: ModelConfig) -> None:
         split_layers(size_of(config), options.pipeline_parallel_size, options.pipeline_parallel_layers)
     ranks, expert_parallel = options.tensor_parallel_size, options.enable_expert_parallel
     if options.expert_parallel_size not in (0, ranks) or (options.expert_parallel_size and not expert_parallel):
-        words = f"is {ranks}, the ranks of tensor_parallel_size, with enable_expert_parallel; or 0"
-        raise invalid("expert_parallel_size", words, ranks)
+        message = f"is {ranks}, the ranks of tensor_parallel_size, with enable_expert_parallel; or 0"
+        raise invalid("expert_parallel_size", message, ranks)
     if ranks > 1:
         from penstock.parallel import SingleRank, shard_heads  # which brings PyTorch
 
         shard_heads(SingleRank(size=ranks), config.num_heads, config.num_kv_heads)
     if config.experts and config.experts.by_modality and options.expert_load:
-        words = f"the load of experts is not counted in {config.architecture}, which has others for images"
-        raise PenstockError(Code.UNSUPPORTED, words, "expert_load")
+        message = f"the load of experts is not counted in {config.architecture}, which has others for images"
+        raise PenstockError(Code.UNSUPPORTED, message, "expert_load")
     if options.expert_load and config.model_impl != "penstock":
         raise PenstockError(Code.UNSUPPORTED, "transformers' experts are not counted", "expert_load")
     _check_experts(options, config.experts.num_experts if config.experts else 0)
@@ -92,11 +92,11 @@ def _check_experts(options: EngineOptions, num_experts: int) -> None:
     """Refuse experts that ranks cannot have. Raises ``PenstockError``."""
     ranks, redundant = options.tensor_parallel_size, options.num_redundant_experts
     if options.enable_expert_parallel and ranks == 1 and options.data_parallel_size > 1 and num_experts:
-        words = (
+        message = (
             "engines of data_parallel_size do not share experts: each has all of them, or its ranks of "
             "tensor_parallel_size have; raise the latter, or leave out enable_expert_parallel"
         )
-        raise PenstockError(Code.UNSUPPORTED, words, "enable_expert_parallel")
+        raise PenstockError(Code.UNSUPPORTED, message, "enable_expert_parallel")
     if ranks > 1 and options.enable_expert_parallel and num_experts:
         check_sizes(num_experts, ranks, redundant)
         if options.expert_placement:
@@ -104,8 +104,8 @@ def _check_experts(options: EngineOptions, num_experts: int) -> None:
         return
     for name in ("expert_placement", "num_redundant_experts"):
         if getattr(options, name):
-            words = "is for several ranks (tensor_parallel_size) of a model with experts, with enable_expert_parallel"
-            raise invalid(name, words)
+            message = "is for several ranks (tensor_parallel_size) of a model with experts, with enable_expert_parallel"
+            raise invalid(name, message)
 
 
 def _check_transformers(options: EngineOptions, config: ModelConfig) -> None:
@@ -122,8 +122,8 @@ def _check_transformers(options: EngineOptions, config: ModelConfig) -> None:
         "kv_offloading_size": options.host_tier_bytes > 0,
     }.items():
         if asked:
-            words = f"{name} is not supported for {config.architecture}, which is run by transformers"
-            raise PenstockError(Code.UNSUPPORTED, words, name)
+            message = f"{name} is not supported for {config.architecture}, which is run by transformers"
+            raise PenstockError(Code.UNSUPPORTED, message, name)
     logger.warning(
         "%s is run by the modules of transformers (model_impl): slower than an implementation of ours, on one rank, "
         "without LoRA and KV transfer; and not batch-invariant: other requests may change the last bits of a result.",

@@ -20,8 +20,8 @@ def check_request(request: EngineRequest, config: ModelConfig, info: ModelInfo) 
     if request.pooling:
         _check_pooling(request.pooling, info)
     elif not info.has_lm_head:
-        words = "this checkpoint has no language model head: it makes embeddings, and cannot generate"
-        raise PenstockError(Code.UNSUPPORTED, words)
+        message = "this checkpoint has no language model head: it makes embeddings, and cannot generate"
+        raise PenstockError(Code.UNSUPPORTED, message)
     if request.images and not info.has_vision:
         raise PenstockError(Code.UNSUPPORTED, "images: this model sees none, only text", "images")
     if request.images:
@@ -78,5 +78,5 @@ def _check_tokens(request: EngineRequest, vocabulary: int) -> None:
         raise invalid("bad_word_ids", "exclude every token of the vocabulary; allow at least one")
     size = len(request.prompt) * vocabulary * 4  # float32
     if sampling.return_context_logits and size > MAX_VALUE_BYTES:
-        words = f"takes {size} bytes of logits; at most {MAX_VALUE_BYTES} can be returned"
-        raise invalid("return_context_logits", words, MAX_VALUE_BYTES)
+        message = f"takes {size} bytes of logits; at most {MAX_VALUE_BYTES} can be returned"
+        raise invalid("return_context_logits", message, MAX_VALUE_BYTES)

@@ -36,8 +36,8 @@ def speech_options(options: EngineOptions, config: ModelConfig) -> EngineOptions
         "load_format": options.load_format == "dummy",
     }.items():
         if asked:
-            words = f"{name}: models that transcribe audio are not run with {getattr(options, name)}"
-            raise PenstockError(Code.UNSUPPORTED, words, name)
+            message = f"{name}: models that transcribe audio are not run with {getattr(options, name)}"
+            raise PenstockError(Code.UNSUPPORTED, message, name)
     if config.quantization_config:
         raise PenstockError(Code.UNSUPPORTED, "models that transcribe audio are not run quantized", "model")
     if options.max_num_seqs > MAX_SEQUENCES:
@@ -56,8 +56,8 @@ def check_audio(request: EngineRequest, config: ModelConfig, info: ModelInfo) ->
             raise PenstockError(Code.UNSUPPORTED, "audio: this model hears none, only text", "audio")
         return
     if audio is None:
-        words = "this model transcribes audio, and answers no texts: send a file to /v1/audio/transcriptions"
-        raise PenstockError(Code.UNSUPPORTED, words)
+        message = "this model transcribes audio, and answers no texts: send a file to /v1/audio/transcriptions"
+        raise PenstockError(Code.UNSUPPORTED, message)
     shape = (speech.num_bins, speech.num_frames)
     if (audio.bins, audio.frames) != shape or len(audio.features) != 4 * shape[0] * shape[1]:
         raise invalid("audio", f"must have {shape[1]} frames of {shape[0]} mel bins, as this model hears")
@@ -71,8 +71,8 @@ def check_audio(request: EngineRequest, config: ModelConfig, info: ModelInfo) ->
         _check_alignment(audio.alignment, request, config)
     sampling = request.sampling
     if max(sampling.n, sampling.best_of or 1) > 1 or sampling.guided_decoding:
-        words = "audio: of a window there is one transcript, without guided decoding"
-        raise PenstockError(Code.UNSUPPORTED, words, "audio")
+        message = "audio: of a window there is one transcript, without guided decoding"
+        raise PenstockError(Code.UNSUPPORTED, message, "audio")
 
 
 def _check_alignment(alignment: Alignment, request: EngineRequest, config: ModelConfig) -> None:

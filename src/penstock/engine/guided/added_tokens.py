@@ -29,9 +29,9 @@ class AddedTokens(NamedTuple):
         return [self.tokens.get(part, part) for part in parts]
 
     def are_triggers(self, tags: Iterable[TagFormat]) -> bool:
-        """Whether the triggers of tags are added tokens.
+        """True if the triggers of tags are added tokens.
 
-        Raises ``UnsupportedError`` where only some are, or where a trigger is a part of an added token.
+        Raises ``UnsupportedError`` if only some are, or if a trigger is a part of an added token.
         """
         kinds, token_ids = set(), set(self.tokens.values())
         for tag in tags:

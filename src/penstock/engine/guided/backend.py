@@ -17,12 +17,12 @@ class Guide(Protocol):
         ...
 
     def replace_eos(self, eos_token_id: int) -> int:
-        """The token to accept where the model sampled EOS: ``eos_token_id``, or the end-of-reasoning token where the
+        """The token to accept if the model sampled EOS: ``eos_token_id``, or the end-of-reasoning token if the
         reasoning is still open and a grammar follows it."""
         ...
 
     def accept_token(self, token: int) -> bool:
-        """Advance by a token. Returns False where the grammar does not allow it, or advancing took too long; then
+        """Advance by a token. Returns False if the grammar does not allow it, or advancing took too long; then
         ``failure`` says why."""
         ...
 
@@ -33,17 +33,17 @@ class Guide(Protocol):
 
     @property
     def is_unconstrained(self) -> bool:
-        """Whether every token is allowed next, so that no bitmask is needed."""
+        """True if every token is allowed next, so that no bitmask is needed."""
         ...
 
     @property
     def is_terminated(self) -> bool:
-        """Whether the grammar is complete and allows no further token but EOS."""
+        """True if the grammar is complete and allows no further token but EOS."""
         ...
 
     @property
     def token_limit_reached(self) -> bool:
-        """Whether ``response_max_tokens`` tokens of the answer have been generated."""
+        """True if ``response_max_tokens`` tokens of the answer have been generated."""
         return False
 
     def validate_tokens(self, tokens: list[int]) -> int:
@@ -53,12 +53,12 @@ class Guide(Protocol):
     def fill_bitmask(self, row: np.ndarray) -> None:
         """Write the bitmask of allowed next tokens to ``row``, ``[ceil(vocabulary / 32)]`` int32, lowest bit first.
 
-        Not called where ``is_unconstrained``.
+        Not called if ``is_unconstrained``.
         """
         ...
 
     def jump_forward_tokens(self) -> list[int]:
-        """The tokens that the grammar forces next (jump forward); empty where it allows a choice."""
+        """The tokens that the grammar forces next (jump forward); empty if it allows a choice."""
         ...
 
 

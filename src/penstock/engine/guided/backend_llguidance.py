@@ -37,10 +37,10 @@ from .vocabulary import load_tokenizer, read_added_tokens, sampled_vocabulary
 NUMBER_KEYWORDS = frozenset(("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
 """Keywords of JSON Schema whose numbers bound a value."""
 MIN_NUMBER = -(2**63) + 513
-"""Smallest number allowed there. llguidance 1.9 rounds smaller ones to -2**63, and recurses without end where a range
+"""Smallest number allowed there. llguidance 1.9 rounds smaller ones to -2**63, and recurses without end if a range
 ends there, which overflows the stack and kills the process."""
 MAX_WHITESPACE = 32
-"""Characters of whitespace between the parts of JSON, where a request does not set it. Without a limit, a model may
+"""Characters of whitespace between the parts of JSON, if a request does not set it. Without a limit, a model may
 generate whitespace until its tokens run out."""
 MAX_TOKEN_TIME = 0.25
 """Seconds of processor time for one token of one sequence."""
@@ -99,7 +99,7 @@ class LLGuide(Guide):
         return LLGuide(self._matcher.deep_copy(), self._time.copy())
 
     def replace_eos(self, eos_token_id: int) -> int:
-        return eos_token_id  # the bitmask has EOS only where the grammar is complete
+        return eos_token_id  # the bitmask has EOS only if the grammar is complete
 
     def accept_token(self, token: int) -> bool:
         self._time.add_token()
@@ -163,8 +163,8 @@ class LLGuidance:
         self.token_classes = TokenClasses(self._tokenizer)
 
     def request(self, params: GuidedDecodingParams) -> bytes:
-        """Translate a constraint for the process. Raises ``UnsupportedError`` where llguidance does not support it,
-        ``ValueError`` or ``RecursionError`` where it is wrong."""
+        """Translate a constraint for the process. Raises ``UnsupportedError`` if llguidance does not support it,
+        ``ValueError`` or ``RecursionError`` if it is wrong."""
         return msgspec.json.encode(_grammar(params, self.added_tokens))
 
     def grammar(self, request: bytes, size: int) -> Grammar:
@@ -176,8 +176,8 @@ class LLGuidance:
 
 
 def _grammar(params: GuidedDecodingParams, added_tokens: AddedTokens) -> str:
-    """Translate a constraint to llguidance's grammar. Raises ``UnsupportedError`` where llguidance does not support it,
-    ``ValueError`` where it is wrong."""
+    """Translate a constraint to llguidance's grammar. Raises ``UnsupportedError`` if llguidance does not support it,
+    ``ValueError`` if it is wrong."""
     if params.json is not None or params.json_object:
         schema = json.loads(params.json) if params.json is not None else {"type": "object"}
         _check_numbers(schema)
@@ -244,7 +244,7 @@ class _LarkWriter:
         return "\n".join([f"start: {start}", *self._rules]) + "\n"
 
     def _rule(self, text: str, attributes: str = "", name: str = "part") -> str:
-        """Add a rule, or a terminal where ``name`` is in capitals; returns its name."""
+        """Add a rule, or a terminal if ``name`` is in capitals; returns its name."""
         name = f"{name}_{len(self._rules)}"
         self._rules.append(f"{name}{attributes}: {text}")
         return name

@@ -25,7 +25,7 @@ class BitmaskBuilder:
         self._thread = ThreadPoolExecutor(1, "bitmask")
 
     def submit(self, guides: Sequence[tuple[Guide | None, list[int]]]) -> Future[np.ndarray] | None:
-        """Start to fill the bitmask of a step, ``[rows, ceil(vocabulary / 32)]`` int32; None where every token is
+        """Start to fill the bitmask of a step, ``[rows, ceil(vocabulary / 32)]`` int32; None if every token is
         allowed in every row.
 
         Args:

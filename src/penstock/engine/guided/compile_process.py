@@ -44,7 +44,7 @@ class CompileResult(msgspec.Struct, omit_defaults=True):
     size: int = 0
     """Bytes of memory that the grammar takes."""
     error: str = ""
-    """Why it is not supported; empty where compilation succeeded."""
+    """Why it is not supported; empty if compilation succeeded."""
 
 
 Compile = Callable[[bytes], CompileResult]
@@ -120,7 +120,7 @@ def _send(connection: socket.socket, data: bytes) -> None:
 
 
 def _receive(connection: socket.socket) -> bytes:
-    """A message; empty where the other side has closed the connection."""
+    """A message; empty if the other side has closed the connection."""
     length = _receive_exactly(connection, _LENGTH)
     return _receive_exactly(connection, int.from_bytes(length)) if length else b""
 
@@ -144,7 +144,7 @@ class Compilation:
         """Of the process; 0 before it has started."""
 
     def wait(self, timeout: float | None) -> CompileResult:
-        """Wait for the result. Raises ``TimeoutError`` where compiling takes longer than ``timeout`` seconds."""
+        """Wait for the result. Raises ``TimeoutError`` if compiling takes longer than ``timeout`` seconds."""
         try:
             self._wait_for_start()
             self._connection.settimeout(timeout)
@@ -178,7 +178,7 @@ class Compilation:
 
 
 class CompileProcess:
-    """Starts a compile process, and starts it again where it has died.
+    """Starts a compile process, and starts it again if it has died.
 
     Args:
         vocabulary: what the ``prepare`` of ``llguidance_process`` takes.
@@ -203,7 +203,7 @@ class CompileProcess:
             _send(ours, self._vocabulary)
 
     def compile(self, request: bytes) -> Compilation:
-        """Start to compile a grammar. Raises ``PenstockError`` (``internal``) where the process dies twice."""
+        """Start to compile a grammar. Raises ``PenstockError`` (``internal``) if the process dies twice."""
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
             for _ in range(2):

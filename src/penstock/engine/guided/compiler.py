@@ -67,7 +67,7 @@ class GrammarCompiler:
         self._compiling: dict[GuidedDecodingParams, Future[Grammar]] = {}
 
     def set_vocabulary(self, get_vocabulary: Callable[[], Vocabulary]) -> None:
-        """Set the model's vocabulary; ``get_vocabulary`` is called where none is set yet."""
+        """Set the model's vocabulary; ``get_vocabulary`` is called if none is set yet."""
         if self._vocabulary is None:
             self._vocabulary = get_vocabulary()
 
@@ -80,10 +80,10 @@ class GrammarCompiler:
             self._preload = self._quick.submit(self._load_vocabulary)
 
     def compile(self, params: GuidedDecodingParams) -> Future[Grammar]:
-        """Compile a grammar, or take it from the cache. The future raises ``PenstockError`` where it is wrong, takes
+        """Compile a grammar, or take it from the cache. The future raises ``PenstockError`` if it is wrong, takes
         too much or is not supported; cancelling it ends the work.
 
-        Raises ``PenstockError``: ``unsupported`` where guided decoding is off, ``unavailable`` without a vocabulary.
+        Raises ``PenstockError``: ``unsupported`` if guided decoding is off, ``unavailable`` without a vocabulary.
         """
         if self._off:
             raise PenstockError(Code.UNSUPPORTED, "guided decoding is off (guided_decoding_backend)", params.field)
@@ -100,7 +100,7 @@ class GrammarCompiler:
         return future
 
     def _run(self, params: GuidedDecodingParams, future: Future[Grammar], timeout: float | None) -> None:
-        """Compile a grammar for a future, in a thread; among the slow ones where it takes longer than ``timeout``."""
+        """Compile a grammar for a future, in a thread; among the slow ones if it takes longer than ``timeout``."""
         try:
             grammar = None if future.cancelled() else self._compile(params, future, timeout)
         except TimeoutError:
@@ -126,7 +126,7 @@ class GrammarCompiler:
     def _compile(self, params: GuidedDecodingParams, future: Future[Grammar], timeout: float | None) -> Grammar:
         """Compile a constraint. An error in a structural tag names the text before the schema that is at fault.
 
-        Raises ``TimeoutError`` where it takes longer than ``timeout`` seconds, None: as long as it may.
+        Raises ``TimeoutError`` if it takes longer than ``timeout`` seconds, None: as long as it may.
         """
         try:
             return self._compile_whole(params, future, timeout)
@@ -165,7 +165,7 @@ class GrammarCompiler:
         return BoundedGrammar(grammar, backend.token_classes, bounds_strings=not allows_free_text(params))
 
     def _load_vocabulary(self) -> None:
-        """Give the backend the vocabulary, once, even where that fails."""
+        """Give the backend the vocabulary, once, even if that fails."""
         with self._vocabulary_lock:
             if self._backend or self._vocabulary_failure:
                 return

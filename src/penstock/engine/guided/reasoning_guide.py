@@ -55,7 +55,7 @@ class ReasoningGuide(Guide):
         return not self._forced() and (self._answer is None or self._phase is ReasoningPhase.REASONING)
 
     def replace_eos(self, eos_token_id: int) -> int:
-        """EOS within the reasoning ends the reasoning where a grammar has to follow."""
+        """EOS within the reasoning ends the reasoning if a grammar has to follow."""
         return self._span.end if self._answer and self._phase is ReasoningPhase.REASONING else eos_token_id
 
     def accept_token(self, token: int) -> bool:
@@ -134,7 +134,7 @@ class ReasoningGuide(Guide):
 
 
 def make_guide(request: EngineRequest, grammar: Grammar | None) -> Guide | None:
-    """The guide for a sequence of a request; None where all tokens are always allowed."""
+    """The guide for a sequence of a request; None if all tokens are always allowed."""
     answer = grammar.new_guide() if grammar else None
     limit, answer_limit = request.sampling.reasoning_max_tokens, request.sampling.response_max_tokens
     if request.reasoning is None or (answer is None and limit is None and answer_limit is None):

@@ -96,7 +96,7 @@ Format = ConstStringFormat | JSONSchemaFormat | RegexFormat | SequenceFormat | O
 def parse_structural_tag(params: GuidedDecodingParams) -> Format | TriggeredTagsFormat:
     """Parse the structural tag of a request.
 
-    Raises ``ValueError`` where it is wrong, ``UnsupportedError`` for unknown formats and fields.
+    Raises ``ValueError`` if it is wrong, ``UnsupportedError`` for unknown formats and fields.
     """
     document = json.loads(params.structural_tag)
     if document.get("type", "structural_tag") != "structural_tag":
@@ -113,7 +113,7 @@ def parse_structural_tag(params: GuidedDecodingParams) -> Format | TriggeredTags
 
 
 def allows_free_text(params: GuidedDecodingParams) -> bool:
-    """Whether a constraint allows text that is neither fixed nor within JSON."""
+    """True if a constraint allows text that is neither fixed nor within JSON."""
     return bool(params.structural_tag) and _has_free_text(parse_structural_tag(params))
 
 

@@ -64,13 +64,13 @@ def read_added_tokens(vocabulary: Vocabulary) -> AddedTokens:
 
 
 def check_no_added_tokens(params: GuidedDecodingParams, added_tokens: Iterable[str]) -> None:
-    """Raises ``PenstockError`` (``unsupported``) where a constant, pattern or choice contains an added token's text:
+    """Raises ``PenstockError`` (``unsupported``) if a constant, pattern or choice contains an added token's text:
     the model writes it as that token, and llguidance compares text."""
     document = params.json or params.structural_tag
     text = "\n".join([params.regex or "", *(params.choice or ()), *_constants(document and json.loads(document))])
     if token := next((token for token in added_tokens if token in text), None):
-        words = f"{params.field}: not supported: {token!r} is an added token of this model, not text"
-        raise PenstockError(Code.UNSUPPORTED, words, params.field)
+        message = f"{params.field}: not supported: {token!r} is an added token of this model, not text"
+        raise PenstockError(Code.UNSUPPORTED, message, params.field)
 
 
 def _constants(part: Any, key: str = "") -> Iterator[str]:

@@ -42,7 +42,7 @@ def extend_block_hashes(
 
     Args:
         block_hashes: the i-th is the hash of the first ``(i + 1) * block_size`` tokens.
-        start: ``root_hash``, the parent hash of the first block; unused where ``block_hashes`` is not empty.
+        start: ``root_hash``, the parent hash of the first block; unused if ``block_hashes`` is not empty.
         images: of the prompt that ``tokens`` begin with.
     """
     for begin in range(len(block_hashes) * block_size, len(tokens) // block_size * block_size, block_size):

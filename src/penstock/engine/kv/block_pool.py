@@ -46,7 +46,7 @@ class BlockPool:
         return -(-tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate blocks, each with one reference. Raises ``ValueError`` where fewer are free."""
+        """Allocate blocks, each with one reference. Raises ``ValueError`` if fewer are free."""
         if count > len(self._free):
             raise ValueError(f"cannot allocate {count} blocks: {len(self._free)} are free")
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
@@ -97,7 +97,7 @@ class BlockPool:
         return blocks
 
     def cached_block(self, block_hash: bytes) -> int | None:
-        """The block that is cached under a hash; None where there is none."""
+        """The block that is cached under a hash; None if there is none."""
         return self._block_by_hash.get(block_hash)
 
     @property

@@ -58,10 +58,10 @@ class KVCacheManager:
     """Blocks of sequences, on the device and in the host tier.
 
     Args:
-        host_pool: blocks of the host tier, to which sequences are swapped; None where there is none.
+        host_pool: blocks of the host tier, to which sequences are swapped; None if there is none.
         weights: version of the weights, part of the prefix cache's hashes.
 
-    Raises ``PenstockError`` (``invalid``) where the device cannot hold a single sequence of ``max_model_len``.
+    Raises ``PenstockError`` (``invalid``) if the device cannot hold a single sequence of ``max_model_len``.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class KVCacheManager:
         self._host_pool = host_pool
         self._weights = weights
         self.offloading = offloading
-        """Lower tiers of the prefix cache; None where there are none."""
+        """Lower tiers of the prefix cache; None if there are none."""
         self._never_evict = options.batch_scheduler_policy == "guaranteed_no_evict"
         self.generation = 0
         """Number of times that the contents of blocks were forgotten."""
@@ -148,7 +148,7 @@ class KVCacheManager:
             alone: whether no other sequence runs; ``kv_cache_ratio`` is then not enforced.
 
         Returns:
-            Blocks that its first step has to load (``Plan.loads``). None, and changes nothing, where too few are free.
+            Blocks that its first step has to load (``Plan.loads``). None, and changes nothing, if too few are free.
         """
         pool = self._device_pool
         demand = self._block_demand(sequence, hit, count)
@@ -209,7 +209,7 @@ class KVCacheManager:
         return max(num_new, 0) + self._writes_shared(sequence)
 
     def append_slots(self, sequence: Sequence, num_blocks: int) -> list[tuple[int, int]]:
-        """Allocate blocks for the next tokens of a running sequence. Copy on write: where the next token would be
+        """Allocate blocks for the next tokens of a running sequence. Copy on write: if the next token would be
         written to a shared block, one of the new blocks takes its place.
 
         Args:
@@ -263,7 +263,7 @@ class KVCacheManager:
     # --- Keys and values move between tiers of the prefix cache -------------------------------------------------------
 
     def read_prefix(self, request: EngineRequest) -> Future[None] | None:
-        """Read the blocks of a prompt that only the disk has into the host tier. None where there are none."""
+        """Read the blocks of a prompt that only the disk has into the host tier. None if there are none."""
         sampling = request.sampling
         if not self.offloading or sampling.prompt_logprobs is not None or sampling.return_context_logits:
             return None
@@ -294,7 +294,7 @@ class KVCacheManager:
 
         Returns:
             Number of leading tokens that are in the prefix cache, which are not to be written, and the blocks of all
-            the tokens, with a reference each; no blocks where fewer than ``min_tokens`` are to be computed. None where
+            the tokens, with a reference each; no blocks if fewer than ``min_tokens`` are to be computed. None if
             too few blocks are free.
         """
         pool = self._device_pool
@@ -322,7 +322,7 @@ class KVCacheManager:
         return ImportedPrefix(num_tokens, blocks, num_cached, self.generation)
 
     def attach_import(self, sequence: Sequence, prefix: ImportedPrefix) -> None:
-        """Let a waiting sequence start with an imported prefix, which is released where its contents are forgotten."""
+        """Let a waiting sequence start with an imported prefix, which is released if its contents are forgotten."""
         if prefix.generation != self.generation:
             self.release_import(prefix)
             return
@@ -401,7 +401,7 @@ class KVCacheManager:
 
     def swap_out(self, sequence: Sequence) -> list[tuple[int, int]]:
         """Allocate blocks in the host tier for all blocks of a sequence. Returns (device, host) of the blocks to copy;
-        none where there is no tier, or too few are free."""
+        none if there is no tier, or too few are free."""
         if not self._host_pool or len(sequence.blocks) > self._host_pool.num_free:
             return []
         sequence.host_blocks = self._host_pool.allocate(len(sequence.blocks))
@@ -421,7 +421,7 @@ class KVCacheManager:
         extend_block_hashes(sequence.block_hashes, start, tokens, self._device_pool.block_size, request.images)
 
     def _writes_shared(self, sequence: Sequence) -> bool:
-        """Whether the next token would be written to a block that other sequences reference, too."""
+        """True if the next token would be written to a block that other sequences reference, too."""
         block, filled = divmod(sequence.num_scheduled, self._device_pool.block_size)
         return bool(filled) and self._device_pool.ref_count(sequence.blocks[block]) > 1
 

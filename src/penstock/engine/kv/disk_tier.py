@@ -58,7 +58,7 @@ class DiskTier:
         limit: bytes of all files.
         identity: of all that keys and values depend on beside their hash: engines with the same one share files.
 
-    Raises ``PenstockError`` where the folder cannot be used, or is open to other users.
+    Raises ``PenstockError`` if the folder cannot be used, or is open to other users.
     """
 
     def __init__(self, folder: Path, limit: int, identity: bytes, host: HostTier) -> None:
@@ -68,8 +68,8 @@ class DiskTier:
         self._host = host
         self._file_bytes = CHECKSUM_BYTES + host.slot_bytes
         if limit < self._file_bytes:
-            words = f"must be at least {self._file_bytes} bytes, the file of one block"
-            raise invalid("kv_offloading_disk_size", words, self._file_bytes)
+            message = f"must be at least {self._file_bytes} bytes, the file of one block"
+            raise invalid("kv_offloading_disk_size", message, self._file_bytes)
         _check_folder(folder)
         self.num_hits = 0
         """Blocks read since the start."""
@@ -110,7 +110,7 @@ class DiskTier:
 
         Returns:
             Done when they are there, or nothing has come for ``READ_TIMEOUT``; ``poll`` has to be called meanwhile.
-            None where the disk does not answer.
+            None if the disk does not answer.
         """
         if self._overdue > 0:
             return None
@@ -129,8 +129,8 @@ class DiskTier:
                 with self._changed:
                     self._overdue += 1
                 self.num_read_failures += 1
-                words = "%s: nothing could be read for %g seconds; prompts are computed"
-                logger.warning(words, self._folder, READ_TIMEOUT)
+                message = "%s: nothing could be read for %g seconds; prompts are computed"
+                logger.warning(message, self._folder, READ_TIMEOUT)
             elif not done.done():
                 left.append((asked, done))
         self._waiting = left
@@ -188,7 +188,7 @@ class DiskTier:
             self._host.release(held)
 
     def _read_block(self, block_hash: bytes) -> list[int]:
-        """Read a block into a slot of the host tier, which is held then. Empty where that is impossible."""
+        """Read a block into a slot of the host tier, which is held then. Empty if that is impossible."""
         path = self._path(block_hash)
         try:
             file = open_cached(path)
@@ -275,7 +275,7 @@ class DiskTier:
             self._host.release(slots)
 
     def _make_room(self) -> None:
-        """Delete the least recently used files until there is room for some more. Raises ``OSError`` where there is
+        """Delete the least recently used files until there is room for some more. Raises ``OSError`` if there is
         none."""
         wanted = max(self._limit // SCANS, self._file_bytes)
         with locked_folder(self._folder):
@@ -330,17 +330,17 @@ def _complete(done: Future[None]) -> bool:
 
 
 def _check_folder(folder: Path) -> None:
-    """Make the folder, if there is none. Raises ``PenstockError`` where it cannot be used."""
+    """Make the folder, if there is none. Raises ``PenstockError`` if it cannot be used."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
         usable = os.access(folder, os.R_OK | os.W_OK | os.X_OK)
     except OSError as error:
-        words = f"{folder} cannot be used ({error.strerror}); name a folder that this user may write to"
-        raise PenstockError(Code.INVALID, words, "kv_offloading_disk_path") from error
+        message = f"{folder} cannot be used ({error.strerror}); name a folder that this user may write to"
+        raise PenstockError(Code.INVALID, message, "kv_offloading_disk_path") from error
     if not usable or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        words = f"{folder} has to be this user's alone, as its files tell prompts: chmod 700, or name another one"
-        raise PenstockError(Code.INVALID, words, "kv_offloading_disk_path")
+        message = f"{folder} has to be this user's alone, as its files tell prompts: chmod 700, or name another one"
+        raise PenstockError(Code.INVALID, message, "kv_offloading_disk_path")
 
 
 def _private(path: str, flags: int) -> int:

@@ -30,7 +30,7 @@ class HostTier:
         slot_bytes: bytes of a slot.
         block_size: tokens of a block.
 
-    Raises ``PenstockError`` (``invalid``) where there is no room for a single block.
+    Raises ``PenstockError`` (``invalid``) if there is no room for a single block.
     """
 
     def __init__(self, size: int, slot_bytes: int, block_size: int) -> None:
@@ -85,7 +85,7 @@ class HostTier:
             return slots
 
     def allocate(self, count: int) -> list[int]:
-        """Hold slots to write, which are not cached any more: ``count``, or fewer where others are held."""
+        """Hold slots to write, which are not cached any more: ``count``, or fewer if others are held."""
         with self._lock:
             return self._pool.allocate(min(count, self._pool.num_free))
 
@@ -111,7 +111,7 @@ class HostTier:
             self._pool.release(slots)
 
     def contains(self, block_hash: bytes) -> bool:
-        """Whether a block is here."""
+        """True if a block is here."""
         with self._lock:
             return self._pool.cached_block(block_hash) is not None
 

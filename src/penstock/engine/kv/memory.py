@@ -16,12 +16,12 @@ def count_blocks(options: EngineOptions, profile: MemoryProfile, max_len: int) -
     Args:
         max_len: maximum number of tokens of a sequence.
 
-    Raises ``PenstockError`` (``invalid``) where not one fits, or fewer than ``kv_cache_sequences`` sequences, or the
+    Raises ``PenstockError`` (``invalid``) if not one fits, or fewer than ``kv_cache_sequences`` sequences, or the
     host tier of the prefix cache does not fit.
     """
     if (tier := options.host_tier_bytes) > (free := free_host_bytes()):
-        words = f"{tier / 2**30:.1f} GiB do not fit into the {free / 2**30:.1f} GiB that this machine has free"
-        raise invalid("kv_offloading_size", words, free / 2**30)
+        message = f"{tier / 2**30:.1f} GiB do not fit into the {free / 2**30:.1f} GiB that this machine has free"
+        raise invalid("kv_offloading_size", message, free / 2**30)
     if options.num_gpu_blocks_override:
         return options.num_gpu_blocks_override
     size = profile.block_bytes
@@ -37,10 +37,10 @@ def count_blocks(options: EngineOptions, profile: MemoryProfile, max_len: int) -
         offloaded = options.host_tier_bytes // (options.tensor_parallel_size * options.pipeline_parallel_size)
         room = int(profile.free * (1.0 if sequences else share or FREE_SHARE)) - swapped - offloaded
         if room < size <= room + offloaded:
-            words = (
+            message = (
                 f"takes {offloaded / 1e9:.2f} GB of the {(room + offloaded) / 1e9:.2f} GB that are there for KV blocks"
             )
-            raise invalid("kv_offloading_size", f"{words} and cached prefixes together: choose less")
+            raise invalid("kv_offloading_size", f"{message} and cached prefixes together: choose less")
     if room < size:
         raise invalid("kv_cache_memory_bytes", f"one KV block takes {size} bytes, and {max(room, 0)} are there")
     if not sequences:
@@ -48,9 +48,9 @@ def count_blocks(options: EngineOptions, profile: MemoryProfile, max_len: int) -
     blocks = blocks_of_sequences(sequences, max_len, options.block_size)
     if blocks * size > room:
         limit = room // size * options.block_size / max_len
-        words = f"{sequences:g} of {max_len} tokens take {blocks * size / 1e9:.2f} GB, and "
-        words += f"{room / 1e9:.2f} are there; at most {limit:.1f} fit"
-        raise invalid("kv_cache_sequences", words, limit)
+        message = f"{sequences:g} of {max_len} tokens take {blocks * size / 1e9:.2f} GB, and "
+        message += f"{room / 1e9:.2f} are there; at most {limit:.1f} fit"
+        raise invalid("kv_cache_sequences", message, limit)
     return blocks
 
 

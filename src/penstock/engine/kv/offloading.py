@@ -33,7 +33,7 @@ class KVOffloading:
 
     Args:
         device_pool: blocks of the KV cache.
-        disk: None where there is no disk tier.
+        disk: None if there is no disk tier.
     """
 
     def __init__(self, device_pool: BlockPool, host: HostTier, disk: DiskTier | None = None) -> None:
@@ -56,7 +56,7 @@ class KVOffloading:
 
     @property
     def has_stores(self) -> bool:
-        """Whether ``take_stores`` has something to return."""
+        """True if ``take_stores`` has something to return."""
         return bool(self._pending)
 
     def store(self, blocks: Sequence[int], block_hashes: Sequence[bytes]) -> None:
@@ -82,7 +82,7 @@ class KVOffloading:
         return self._host.count(block_hashes)
 
     def hold(self, block_hashes: Sequence[bytes]) -> list[int]:
-        """Hold the slots of all these blocks, which a step is to load. None of them where one was evicted meanwhile."""
+        """Hold the slots of all these blocks, which a step is to load. None of them if one was evicted meanwhile."""
         slots = self._host.hold(block_hashes)
         if len(slots) < len(block_hashes):
             self._host.release(slots)
@@ -131,7 +131,7 @@ class KVOffloading:
         self._host.clear()
 
     def read(self, block_hashes: Sequence[bytes]) -> Future[None] | None:
-        """Read blocks that the disk has into the host tier; as ``DiskTier.read``. None where nothing is to be read."""
+        """Read blocks that the disk has into the host tier; as ``DiskTier.read``. None if nothing is to be read."""
         return self._disk.read(block_hashes) if self._disk and block_hashes else None
 
     def poll(self) -> None:
@@ -169,20 +169,20 @@ class KVOffloading:
 
 
 def new_host_tier(options: EngineOptions, layouts: Sequence[TransferLayout]) -> HostTier | None:
-    """The host tier that the options ask for; None where they ask for none.
+    """The host tier that the options ask for; None if they ask for none.
 
     Args:
         layouts: of each layer of the model in a slot of ``block_size`` tokens.
 
-    Raises ``PenstockError`` where it is impossible.
+    Raises ``PenstockError`` if it is impossible.
     """
     if not options.host_tier_bytes:
         if options.kv_offloading_size or options.kv_offloading_disk_path:
             logger.warning("prefixes are not kept in host memory or on a disk: enable_prefix_caching is off")
         return None
     if options.nnodes > 1 or options.distributed_executor_backend == "ray":
-        words = "is for ranks on one node: with nnodes, or on Ray, the KV cache may lie on several"
-        raise PenstockError(Code.UNSUPPORTED, words, "kv_offloading_size")
+        message = "is for ranks on one node: with nnodes, or on Ray, the KV cache may lie on several"
+        raise PenstockError(Code.UNSUPPORTED, message, "kv_offloading_size")
     host = HostTier(options.host_tier_bytes, layouts[0].slot_bytes, options.block_size)
     logger.info("prefix cache: %d blocks of %d bytes in host memory", host.num_slots, host.slot_bytes)
     return host
@@ -198,7 +198,7 @@ def start_offloading(
         fingerprint: ``ModelInfo.fingerprint``.
         device_pool: blocks of the KV cache.
 
-    Raises ``PenstockError`` where that is impossible.
+    Raises ``PenstockError`` if that is impossible.
     """
     if not options.kv_offloading_disk_path:
         return KVOffloading(device_pool, host)

@@ -39,7 +39,7 @@ class FreeCapacity:
         self._full = False
 
     def fits(self, sequence: Sequence) -> bool:
-        """Whether ``sequence`` could start beside those given capacity (``take``), with all that are to be forked from
+        """True if ``sequence`` could start beside those given capacity (``take``), with all that are to be forked from
         it."""
         if self._full or 1 + sequence.num_unforked > self._num_rows:
             return False
@@ -71,7 +71,7 @@ class Admission:
         """With ``max_queue_time``: sequences that had no step yet, as a set in the order of arrival."""
         self._arrivals = 0
         self._free_capacity: FreeCapacity | None = None
-        """Free rows and KV blocks less those that waiting sequences could take; None where it has to be computed
+        """Free rows and KV blocks less those that waiting sequences could take; None if it has to be computed
         anew."""
 
     @property
@@ -82,7 +82,7 @@ class Admission:
     def validate_and_clamp(self, request: EngineRequest) -> EngineRequest:
         """Validate a request. Returns it with ``max_tokens`` clamped to what fits into the context.
 
-        Raises ``PenstockError`` (``invalid``) where it can never run.
+        Raises ``PenstockError`` (``invalid``) if it can never run.
         """
         options, sampling = self._options, request.sampling
         if not request.prompt:
@@ -98,8 +98,8 @@ class Admission:
         if request.images and (position := next_position(tokens, request.images)) > tokens:
             room = min(room, limit - position)  # a video's positions in time may go further than its tokens
             if room < 1:
-                words = f"end at position {position}, of {limit} (max_model_len); sample more frames per second"
-                raise invalid("videos", words, limit)
+                message = f"end at position {position}, of {limit} (max_model_len); sample more frames per second"
+                raise invalid("videos", message, limit)
         if 0 < (limit := options.max_prompt_len) < tokens:
             raise invalid("prompt", f"has {tokens} tokens, more than max_prompt_len ({limit})", limit)
         if 0 < (limit := options.max_output_len) < (sampling.max_tokens or 0):
@@ -113,7 +113,7 @@ class Admission:
         stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else request.eos_token_ids)}
         allowed = set(sampling.allowed_token_ids or ()) - sampling.banned_token_ids
         if allowed and sampling.min_tokens and stops.issuperset(allowed):
-            raise invalid("min_tokens", "must be 0 where every allowed token ends the sequence", 0)
+            raise invalid("min_tokens", "must be 0 if every allowed token ends the sequence", 0)
         max_tokens = min(sampling.max_tokens or room, options.max_output_len or room, room)
         if max_tokens != sampling.max_tokens:
             request = msgspec.structs.replace(request, sampling=sampling.replace(max_tokens=max_tokens))
@@ -123,28 +123,28 @@ class Admission:
         return request
 
     def _check_images(self, request: EngineRequest) -> None:
-        """Raise ``PenstockError`` where the features of an image, or, without chunked prefill, of all of a prompt's,
+        """Raise ``PenstockError`` if the features of an image, or, without chunked prefill, of all of a prompt's,
         are more than the encoder cache holds."""
         limit = self._options.encoder_cache_size
         sizes = [image.length for image in request.images]
         largest = max(sizes, default=0) if self._options.enable_chunked_prefill else sum(sizes)
         if largest > limit:
-            words = f"take {largest} tokens, more than encoder_cache_size ({limit}); send smaller ones"
-            raise invalid("images", words, limit)
+            message = f"take {largest} tokens, more than encoder_cache_size ({limit}); send smaller ones"
+            raise invalid("images", message, limit)
         whole = max((image.length for image in request.images if image.bidirectional), default=0)
         if whole > (limit := self._options.max_num_batched_tokens):
-            words = f"of this model take {whole} tokens, all in one step, more than max_num_batched_tokens ({limit})"
-            raise invalid("images", words, limit)
+            message = f"of this model take {whole} tokens, all in one step, more than max_num_batched_tokens ({limit})"
+            raise invalid("images", message, limit)
 
     def new_sequence(self, request: EngineRequest) -> Sequence:
         """Create the first sequence of a request that ``validate_and_clamp`` has returned.
 
-        Raises ``PenstockError`` (``invalid``) where its ``external_id`` is in use.
+        Raises ``PenstockError`` (``invalid``) if its ``external_id`` is in use.
         """
         if request.external_id in self._external_ids:
             name = request.external_id.rpartition("\0")[2]  # without the tenant's
-            words = f"{name[:200]!r} already exists: a request of this name has not ended"
-            raise invalid("external_id", words)
+            message = f"{name[:200]!r} already exists: a request of this name has not ended"
+            raise invalid("external_id", message)
         seed = random.getrandbits(63) if request.sampling.seed is None else request.sampling.seed
         first = Sequence(request, 0, seed, self._arrivals)
         if request.reasoning:
@@ -152,7 +152,7 @@ class Admission:
         return first
 
     def check_queue(self, first: Sequence) -> None:
-        """Raise ``PenstockError`` (``overloaded``) where the queue is full. Waiting sequences that could start at once,
+        """Raise ``PenstockError`` (``overloaded``) if the queue is full. Waiting sequences that could start at once,
         in free rows and KV blocks, do not count."""
         limit = self._options.max_waiting
         if self.num_waiting < limit:
@@ -208,8 +208,8 @@ class Admission:
         """
         limit = self._options.max_queue_time
         while (first := next(iter(self._queue_timeouts), None)) and now - first.arrived > limit:  # the oldest first
-            words = f"the request has waited {limit:g} seconds in the queue (max_queue_time); try again later"
-            yield first.request.request_id, Failure(Code.OVERLOADED, words, "max_queue_time", limit)
+            message = f"the request has waited {limit:g} seconds in the queue (max_queue_time); try again later"
+            yield first.request.request_id, Failure(Code.OVERLOADED, message, "max_queue_time", limit)
         while self._deadlines and self._deadlines[0][0] <= now:
             yield self._deadlines[0][2], Failure(Code.TIMEOUT, "the deadline has passed")
 
@@ -221,7 +221,7 @@ class Admission:
         self._queue_timeouts.pop(sequence, None)
 
     def remove_sequence(self, sequence: Sequence) -> bool:
-        """Remove a sequence that ends without running. Returns True where it still waited for prerequisites; otherwise
+        """Remove a sequence that ends without running. Returns True if it still waited for prerequisites; otherwise
         it is in the queue, from which the caller removes it."""
         self._queue_timeouts.pop(sequence, None)
         return self.prerequisites.remove(sequence)

@@ -28,7 +28,7 @@ class EncoderCache:
         self._lengths: OrderedDict[bytes, int] = OrderedDict()
         self._used = 0
         self.is_used = False
-        """Whether any request had images so far."""
+        """True if any request had images so far."""
         self._needed: set[bytes] = set()
         """Images of the step that is being planned, which must stay."""
         self._evicted: dict[bytes, None] = {}

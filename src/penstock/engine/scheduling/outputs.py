@@ -13,7 +13,7 @@ from ..step import SampledTokens
 
 def append_tokens(sequence: Sequence, sampled: SampledTokens) -> TokenDelta:
     """Append sampled tokens, and those that the sequence's grammar forces after them (jump forward). Returns the delta;
-    where its ``finished`` is set, the caller ends the sequence."""
+    if its ``finished`` is set, the caller ends the sequence."""
     finished, stop_token, failure = None, None, None
     guide, token_ids = sequence.guide, sampled.token_ids
     if sampled.failure:
@@ -94,7 +94,7 @@ def pool_hidden_states(sequence: Sequence, states: np.ndarray) -> TokenDelta | N
 
 
 def _may_jump_forward(sequence: Sequence) -> bool:
-    """Whether forced tokens may be appended without being sampled: not where logprobs or logits of each are returned,
+    """True if forced tokens may be appended without being sampled: not if logprobs or logits of each are returned,
     or a stop string may end the sequence within them."""
     sampling = sequence.request.sampling
     returned = sampling.logprobs is not None or sampling.return_generation_logits

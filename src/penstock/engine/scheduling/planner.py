@@ -44,7 +44,7 @@ class Planner:
     def plan(self, speculation: Speculation | None) -> Plan:
         """Plan one step, with drafts of ``speculation``.
 
-        The plan is empty where nothing can run before a step in flight is collected, or there is nothing to run.
+        The plan is empty if nothing can run before a step in flight is collected, or there is nothing to run.
         """
         plan, preemptions = Plan(len(self._running)), self._preemption.count
         if self._kv.offloading:
@@ -107,7 +107,7 @@ class Planner:
         return min(total - sequence.num_scheduled, threshold or total)
 
     def _allocate_slots(self, sequence: Sequence, count: int, plan: Plan) -> bool:
-        """Allocate blocks for ``count`` more tokens, preempting where too few are free. Returns False where the
+        """Allocate blocks for ``count`` more tokens, preempting if too few are free. Returns False if the
         sequence cannot be part of this step."""
         num_blocks = self._preemption.make_room(sequence, count, plan)
         if num_blocks:
@@ -162,7 +162,7 @@ class Planner:
             budget -= count
 
     def _start(self, sequence: Sequence, hit: CacheHit, count: int, plan: Plan) -> bool:
-        """Start a waiting sequence, with blocks for ``count`` tokens after ``hit``. Returns False where too few are
+        """Start a waiting sequence, with blocks for ``count`` tokens after ``hit``. Returns False if too few are
         free."""
         loads = self._kv.allocate(sequence, hit, count, alone=not self._running)
         if loads is None:

@@ -29,7 +29,7 @@ class Preemption:
         """Drop imported prefixes, then preempt other sequences, and at last this one, until there are free blocks for
         ``count`` more tokens of it.
 
-        Returns how many blocks to allocate for them. None where the sequence cannot be part of this step: it was
+        Returns how many blocks to allocate for them. None if the sequence cannot be part of this step: it was
         preempted itself, or the next sequence to preempt is computed by a step in flight.
         """
         while (num_blocks := self._kv.num_blocks_to_allocate(sequence, count)) > self._device_pool.num_free:

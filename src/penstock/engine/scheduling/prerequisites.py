@@ -58,7 +58,7 @@ class Prerequisites:
 
     def apply_done(self) -> Iterator[tuple[Sequence, Failure | None]]:
         """Apply the results of sequences whose futures are all done. Yields each with the failure of a future or of its
-        ``apply``, None where all went well; the caller has to ``remove`` it."""
+        ``apply``, None if all went well; the caller has to ``remove`` it."""
         if not any(future.done() for future in self._users):
             return
         for sequence, prerequisites in list(self._waiting.items()):

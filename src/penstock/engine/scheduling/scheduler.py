@@ -49,14 +49,14 @@ class Scheduler:
 
     Args:
         device_pool: blocks of the KV cache.
-        host_pool: blocks of the host tier, to which sequences are swapped; None where there is none.
+        host_pool: blocks of the host tier, to which sequences are swapped; None if there is none.
         weights: version of the weights, part of the prefix cache's hashes.
-        offloading: lower tiers of the prefix cache; None where there are none.
+        offloading: lower tiers of the prefix cache; None if there are none.
         pipeline_stages: number of pipeline stages of the workers. Each step computes ``1 / pipeline_stages`` of the
             running sequences, so that every stage has a step to compute.
         max_concurrent_batches: steps in flight at the same time, at most.
 
-    Raises ``PenstockError`` (``invalid``) where the cache cannot hold a single sequence of ``max_model_len``.
+    Raises ``PenstockError`` (``invalid``) if the cache cannot hold a single sequence of ``max_model_len``.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Scheduler:
         self.device_pool = device_pool
         self.host_pool = host_pool
         self.speculation: Speculation | None = None
-        """Speculative decoding; None where it is off."""
+        """Speculative decoding; None if it is off."""
         self.encoder_cache = EncoderCache(options.encoder_cache_size, options.max_num_batched_tokens)
         """Features of images that the workers keep."""
         self.builder = StepBuilder(pipeline_stages > 1, self.encoder_cache)
@@ -81,7 +81,7 @@ class Scheduler:
         self.before_release: Callable[[Sequence], None] = lambda sequence: None
         """Called with a sequence that has ended, while it has its blocks."""
         self.after_request: Callable[[SequenceGroup, Failure | None], None] = lambda group, failure: None
-        """Called with the sequences of a request that has ended, and why where it has not finished."""
+        """Called with the sequences of a request that has ended, and why if it has not finished."""
         self._groups: dict[str, SequenceGroup] = {}
         self.kv = KVCacheManager(options, device_pool, host_pool, weights, offloading)
         self.waiting = WaitingQueue(options.scheduling_policy == "priority", options.long_prefill_token_threshold)
@@ -153,7 +153,7 @@ class Scheduler:
         Args:
             prerequisites: called if the request is accepted; the request is queued once all that it returns are done.
 
-        Raises ``PenstockError``: ``invalid`` where it can never run, ``overloaded`` where the queue is full.
+        Raises ``PenstockError``: ``invalid`` if it can never run, ``overloaded`` if the queue is full.
         """
         request = self.admission.validate_and_clamp(request)
         if request.request_id in self._groups:
@@ -194,12 +194,12 @@ class Scheduler:
 
     @property
     def is_held(self) -> bool:
-        """Whether no steps are planned for now."""
+        """True if no steps are planned for now."""
         return "all" in self._planner.holds.values()
 
     @property
     def has_started_sequences(self) -> bool:
-        """Whether any sequence that has not ended has had a step; those are left out whose clients do not read."""
+        """True if any sequence that has not ended has had a step; those are left out whose clients do not read."""
         return any(one.has_started and not one.paused for group in self._groups.values() for one in group.unfinished)
 
     def recompute_all(self) -> None:
@@ -226,7 +226,7 @@ class Scheduler:
         self.encoder_cache.clear()
 
     def abort(self, request_id: str, failure: Failure | None = None) -> list[TokenDelta]:
-        """End all sequences of a request: with ``failure`` where it is given, else as cancelled.
+        """End all sequences of a request: with ``failure`` if it is given, else as cancelled.
 
         Returns the last delta of each that had not ended. An unknown id is a request that has ended: it is ignored.
         """
@@ -281,7 +281,7 @@ class Scheduler:
     # --- Steps ------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Plan:
-        """Plan one step. The plan is empty where nothing can run before a step in flight is collected, or there is
+        """Plan one step. The plan is empty if nothing can run before a step in flight is collected, or there is
         nothing to run."""
         self.admission.invalidate_free_capacity()
         return self._planner.plan(self.speculation)
@@ -366,7 +366,7 @@ class Scheduler:
         return self._finish_if_done(sequence, delta)
 
     def _finish_if_done(self, sequence: Sequence, delta: TokenDelta | None) -> list[TokenDelta]:
-        """End the sequence where ``delta`` is its last; returns the delta, if there is one."""
+        """End the sequence if ``delta`` is its last; returns the delta, if there is one."""
         if delta and delta.finished:
             self._end(sequence)
             self._remove_if_ended(sequence.request.request_id, delta.failure)

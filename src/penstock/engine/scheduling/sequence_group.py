@@ -21,7 +21,7 @@ class SequenceGroup:
         self.request = first.request
         self.sequences = [first]
         self.search: BeamSearch | None = None
-        """The beam search over them; None where they sample."""
+        """The beam search over them; None if they sample."""
         self.preempted: set[int] = set()
         """Indices of those that were preempted at least once."""
         self.preempted_at: list[float] = []
@@ -41,7 +41,7 @@ class SequenceGroup:
 
     def fork(self, kv: KVCacheManager) -> list[Sequence]:
         """Fork the sequences that do not exist yet from the first, over its blocks. Returns them, not running yet; none
-        where all exist."""
+        if all exist."""
         first, siblings = self.first, list[Sequence]()
         if not first.num_unforked:
             return siblings

@@ -42,7 +42,7 @@ class WaitingQueue:
         return priority, sequence.arrival_order, sequence.index
 
     def is_long(self, sequence: Sequence) -> bool:
-        """Whether the sequence has more than ``long_threshold`` tokens left to compute."""
+        """True if the sequence has more than ``long_threshold`` tokens left to compute."""
         return 0 < self._long_threshold < len(sequence.tokens) - sequence.num_computed
 
     def push(self, sequence: Sequence) -> None:

@@ -20,7 +20,7 @@ Logprobs = tuple["Logprobs", Logprob] | None
 """Logprobs of a beam's tokens, as a linked list from the last one back, since beams share beginnings."""
 DUPLICATE_LOGPROB = np.float32(-1e9)
 """Log probability of a beam that duplicates another, so that its candidates rank last: of all beams but one before the
-first step, and of copies that fill up the beams where too few can be extended."""
+first step, and of copies that fill up the beams if too few can be extended."""
 
 
 class BeamStep(NamedTuple):
@@ -46,7 +46,7 @@ class Hypothesis(NamedTuple):
     """The output."""
     logprobs: Logprobs
     stopped: bool
-    """Whether a stop token or its grammar ended it; otherwise ``max_tokens`` did."""
+    """True if a stop token or its grammar ended it; otherwise ``max_tokens`` did."""
     stop_token: int | None
 
 
@@ -79,11 +79,11 @@ class BeamSearch:
 
     @property
     def ready(self) -> bool:
-        """Whether all beams have their candidates."""
+        """True if all beams have their candidates."""
         return len(self._candidates) == self._num_beams
 
     def select(self, beams: list[Sequence]) -> list[BeamStep] | None:
-        """Select the next beams, the best first; to be called when ``ready``. Returns None where the search has
+        """Select the next beams, the best first; to be called when ``ready``. Returns None if the search has
         ended."""
         first = beams[0]
         length = first.num_output_tokens + 1
@@ -187,7 +187,7 @@ class BeamSearch:
         ]
 
     def _ends(self, best: np.float32, length: int, max_len: int) -> bool:
-        """Whether the search ends by the rule of ``early_stopping``.
+        """True if the search ends by the rule of ``early_stopping``.
 
         Args:
             best: log probability of the best beam.

@@ -34,7 +34,7 @@ def mrope_positions(num_tokens: int, images: Sequence[ImageInput]) -> np.ndarray
 
 
 def next_position(num_tokens: int, images: Sequence[ImageInput]) -> int:
-    """The position of the token behind a prompt, which may be more than its length where it has videos."""
+    """The position of the token behind a prompt, which may be more than its length if it has videos."""
     token = position = origin = 0
     for image in images:
         position += image.offset - token

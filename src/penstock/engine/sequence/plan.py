@@ -21,7 +21,7 @@ class ScheduledSequence(NamedTuple):
     """Draft token ids that follow these tokens, verified in the same step."""
     parents: list[int]
     """Of a tree of draft tokens in depth-first order: index of the one before each, -1 for these tokens' last; empty
-    where each follows the one before it."""
+    if each follows the one before it."""
 
 
 class OffloadedBlock(NamedTuple):
@@ -42,7 +42,7 @@ class Plan:
     num_running: int = 0
     """Number of running sequences when the step was planned."""
     drafting: bool = False
-    """Whether drafts were allowed in the step (``Speculation.should_draft``)."""
+    """True if drafts were allowed in the step (``Speculation.should_draft``)."""
     stores: list[OffloadedBlock] = field(default_factory=list)
     """Copies to the host tier of the prefix cache."""
     loads: list[OffloadedBlock] = field(default_factory=list)

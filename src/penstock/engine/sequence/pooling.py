@@ -28,7 +28,7 @@ class PoolingState:
 
     @property
     def needs_all_hidden_states(self) -> bool:
-        """Whether hidden states of other tokens than the last one are pooled, so that all have to be computed."""
+        """True if hidden states of other tokens than the last one are pooled, so that all have to be computed."""
         return self.pooling_type != "last"
 
     def reset(self) -> None:

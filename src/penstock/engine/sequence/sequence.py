@@ -52,7 +52,7 @@ class Sequence:
     inflight_steps: int = 0
     num_draft_tokens: int = 0
     paused: bool = False
-    """Whether it generates no tokens for now (``Scheduler.pause``)."""
+    """True if it generates no tokens for now (``Scheduler.pause``)."""
     draft_len: int | None = None
     """Number of tokens to draft at a time; None before the first draft."""
     ngrams: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -66,22 +66,22 @@ class Sequence:
     host_blocks: list[int] = field(default_factory=list)
     """Blocks in the host tier, while it is swapped."""
     swapping_out: bool = False
-    """Whether the step that copies its blocks to the host tier is in flight: they cannot be swapped in yet."""
+    """True if the step that copies its blocks to the host tier is in flight: they cannot be swapped in yet."""
     reserved: int = 0
     """Number of free blocks reserved for it beyond ``blocks`` (``guaranteed_no_evict``)."""
     row: int = -1
     """Its row in the workers' batch; -1 for none."""
     sent_blocks: int = -1
-    """Number of leading ``blocks`` that the workers know; -1 where they do not know the sequence."""
+    """Number of leading ``blocks`` that the workers know; -1 if they do not know the sequence."""
     resend_from: int | None = None
     """Position from which the workers have to be sent the tokens again, as they have other tokens or none there; None
-    where they have the right ones."""
+    if they have the right ones."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Prefix cache hashes of its leading full blocks (``kv.block_hash.extend_block_hashes``)."""
     num_cached_tokens: int | None = None
     """Number of prompt tokens found in the prefix cache at the first start; None before it has run."""
     num_imported: int | None = None
-    """Number of prompt tokens that this engine or a prefill engine had in its prefix cache, where the prompt came from
+    """Number of prompt tokens that this engine or a prefill engine had in its prefix cache, if the prompt came from
     there; else None."""
     arrived: float = field(default_factory=time.monotonic)
     """Time of arrival, seconds on the monotonic clock."""
@@ -100,13 +100,13 @@ class Sequence:
     num_candidates: int = 0
     """For a beam: number of likeliest next tokens that its search considers. 0 for a sequence that samples."""
     guide: Guide | None = None
-    """State of its grammar and its reasoning limit; None where there is neither."""
+    """State of its grammar and its reasoning limit; None if there is neither."""
     pooling_state: PoolingState | None = field(init=False)
     """For an embedding request: the hidden states pooled so far."""
     prompt_logprobs: list[list[Logprob]] | None = field(init=False)
-    """Logprobs of the prompt's tokens so far; None where none are returned (any more)."""
+    """Logprobs of the prompt's tokens so far; None if none are returned (any more)."""
     context_logits: list[bytes] | None = field(init=False)
-    """Logits after the prompt's tokens so far, as in ``StepOutput``; None where none are returned (any more)."""
+    """Logits after the prompt's tokens so far, as in ``StepOutput``; None if none are returned (any more)."""
 
     def __post_init__(self) -> None:
         request, sampling = self.request, self.request.sampling
@@ -124,7 +124,7 @@ class Sequence:
 
     @property
     def perf(self) -> PerfMetrics | None:
-        """Resources used so far, where its request asks for ``return_perf_metrics``."""
+        """Resources used so far, if its request asks for ``return_perf_metrics``."""
         if not self.request.sampling.return_perf_metrics:
             return None
         return PerfMetrics(self.first_scheduled, self.allocated_blocks, self.draft_tokens, self.accepted_tokens)
@@ -136,12 +136,12 @@ class Sequence:
 
     @property
     def has_started(self) -> bool:
-        """Whether it has had a step."""
+        """True if it has had a step."""
         return self.num_cached_tokens is not None
 
     @property
     def is_partial_prefill(self) -> bool:
-        """Whether some of its tokens are scheduled, and more than one token is left to schedule (chunked prefill)."""
+        """True if some of its tokens are scheduled, and more than one token is left to schedule (chunked prefill)."""
         return 0 < self.num_scheduled < len(self.tokens) - 1
 
     def reset_computed(self) -> None:
@@ -157,7 +157,7 @@ class Sequence:
 
     @property
     def needs_all_hidden_states(self) -> bool:
-        """Whether the hidden states of all prompt tokens are needed, so that none may come from the prefix cache: for
+        """True if the hidden states of all prompt tokens are needed, so that none may come from the prefix cache: for
         prompt logprobs, context logits and mean pooling."""
         returned = self.prompt_logprobs is not None or self.context_logits is not None
         return returned or (self.pooling_state is not None and self.pooling_state.needs_all_hidden_states)

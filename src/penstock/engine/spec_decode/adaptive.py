@@ -13,7 +13,7 @@ class SpeculationTuner:
 
     def __init__(self) -> None:
         self.drafting = True
-        """Whether the next steps should have drafts."""
+        """True if the next steps should have drafts."""
         self._start_measuring(TRIAL_STEPS, switched=True)
         self._rates: dict[bool, float] = {}
 

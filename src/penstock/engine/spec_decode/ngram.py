@@ -19,7 +19,7 @@ class NGramDrafter:
         self._lengths = range(max_n, min_n - 1, -1)
 
     def propose(self, sequence: Sequence, max_len: int) -> list[int]:
-        """Draft at most ``max_len`` tokens; empty where no n-gram occurs."""
+        """Draft at most ``max_len`` tokens; empty if no n-gram occurs."""
         tokens, prompt = sequence.tokens, sequence.prompt_length
         if not sequence.prompt_ngrams:
             self._index(tokens, max(prompt - MAX_PROMPT, 0) + 1, prompt, sequence.prompt_ngrams)

@@ -68,10 +68,10 @@ class Speculation:
     """Drafts tokens for sequences, adapts the lengths of their drafts, and counts what is accepted.
 
     Args:
-        drafter: None where the workers draft.
+        drafter: None if the workers draft.
         max_len: maximum length of a draft.
         adaptive: whether to omit drafts at batch sizes where they lower the throughput.
-        tree: shape of trees of draft tokens, where the workers draft these; ``max_len`` is its depth.
+        tree: shape of trees of draft tokens, if the workers draft these; ``max_len`` is its depth.
         block_size: tokens of a KV block.
     """
 
@@ -96,7 +96,7 @@ class Speculation:
         self.stats = SpecDecodingStats(accepted_at=[0] * max_len)
 
     def should_draft(self, num_running: int) -> bool:
-        """Whether a step should have drafts that is planned while ``num_running`` sequences run."""
+        """True if a step should have drafts that is planned while ``num_running`` sequences run."""
         return not self._disabled and (not self._adaptive or self._tuners[num_running.bit_length()].drafting)
 
     def draft(self, sequence: Sequence, max_len: int, budget: int, scratch: int) -> Draft | None:
@@ -136,7 +136,7 @@ class Speculation:
 
         Args:
             updates: the row updates of the plan's step; they are sent with the proposal, if there is one.
-            call: has the workers propose drafts; returns one for each row, None where the drafter has failed.
+            call: has the workers propose drafts; returns one for each row, None if the drafter has failed.
 
         Returns the updates that are still to be sent with the step.
         """
@@ -171,7 +171,7 @@ class Speculation:
         for item in plan.scheduled:
             sampled = [next(outputs) for _ in item.sampling_sequences]
             tokens += sum(len(one.token_ids) for one in sampled)
-            if item.draft:  # where sampling failed, there are no tokens
+            if item.draft:  # if sampling failed, there are no tokens
                 self._record_acceptance(item, max(len(sampled[0].token_ids) - 1, 0))
         if self._adaptive and plan.scheduled and all(item.length == 1 for item in plan.scheduled):
             self._tuners[plan.num_running.bit_length()].record_step(tokens, seconds, plan.drafting)
