@@ -334,7 +334,7 @@ def test_the_memory_of_heads_is_planned(
     with caplog.at_level(logging.INFO):
         LLM(target, speculative_config=config, **OPTIONS)
     logged = next(message for message in caplog.messages if message.startswith("memory: "))
-    assert f"{found[1]['kv_bytes_per_token']} bytes a token" in logged
+    assert f"{found[1]['kv_bytes_per_token']} bytes per token" in logged
     assert (found[1]["kv_bytes_per_token"] > found[0]["kv_bytes_per_token"]) == (method != "medusa")
 
 

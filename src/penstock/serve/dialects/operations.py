@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from penstock import demo
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.engine.modes import Running
+from penstock.engine.modes import WeightUpdateMode
 from penstock.engine.service.actions import EngineState
 from penstock.engine.service.control import ModelAction, UpdateWeights
 
@@ -34,7 +34,7 @@ class Reload(RequestBody, kw_only=True, forbid_unknown_fields=True):
 
     path: str = ""
     """Folder of a checkpoint of the same model; by default the one in use is read again."""
-    running: Running = "finish"
+    running: WeightUpdateMode = "finish"
     """Whether running requests finish on the old weights, or are computed again with the new ones and go on after what
     was generated."""
     model: str | None = None
@@ -58,7 +58,7 @@ class Operator:
         for service in self.models(request):
             await self._manager.operate(service, operation)
 
-    async def reload(self, service: ServedModel, path: str, running: Running = "finish") -> EngineState:
+    async def reload(self, service: ServedModel, path: str, running: WeightUpdateMode = "finish") -> EngineState:
         """Change the weights of a model; returns the state after it. Raises ``PenstockError`` where it fails."""
         folder = self._allowed(service, path) if path else ""
         await self._manager.operate(service, UpdateWeights(folder, running))
