@@ -466,7 +466,7 @@ def test_heads_in_the_models_own_folder_and_in_a_file_of_pytorch(
         ("eagle3", {"vocab_size": 300}, {}, "the head knows 300 tokens, and the model 60"),
         ("eagle3", {"hidden_size": None}, {}, "fc.weight has shape"),
         ("eagle3", {"intermediate_size": 128}, {}, "midlayer.mlp.gate_proj.weight has shape"),
-        ("eagle", {}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size allows the method ngram only"),
+        ("eagle", {}, {"pipeline_parallel_size": 2}, "with pipeline_parallel_size > 1, only the method ngram"),
         ("medusa", {"truncated_vocab_size": 30}, {}, "the Medusa heads have 30 tokens, and the model 60"),
     ],
 )
