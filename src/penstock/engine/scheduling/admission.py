@@ -133,9 +133,7 @@ class Admission:
             raise invalid("images", message, limit)
         largest = max((image.length for image in request.images if image.bidirectional), default=0)
         if largest > (limit := self._options.max_num_batched_tokens):
-            message = (
-                f"take {largest} tokens in one step, more than max_num_batched_tokens ({limit}); send smaller ones"
-            )
+            message = f"take {largest} tokens in one step, but max_num_batched_tokens is {limit}; send smaller ones"
             raise invalid("images", message, limit)
 
     def new_sequence(self, request: EngineRequest) -> Sequence:
