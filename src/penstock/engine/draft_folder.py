@@ -12,8 +12,7 @@ from penstock.planning.model_size import ModelSize
 
 
 def draft_folder(speculative: SpeculativeConfig | None, model: str) -> Path | None:
-    """Folder of the draft model or of the draft heads (EAGLE, Medusa); None if tokens are drafted without separate
-    weights (n-gram, MTP), or not drafted.
+    """Folder of the draft model or of the draft heads (EAGLE, Medusa); None without separate weights (n-gram, MTP).
 
     Args:
         model: option ``model``; empty for the built-in model.
@@ -36,9 +35,7 @@ def draft_folder(speculative: SpeculativeConfig | None, model: str) -> Path | No
 
 
 def draft_size(speculative: SpeculativeConfig | None, model: str, size: ModelSize) -> ModelSize | None:
-    """Size of the draft model or of the draft heads; None without them.
-
-    Raises ``PenstockError`` (``invalid``) if the folder is not named (``draft_folder``) or its contents are invalid.
-    """
+    """Size of the draft model or of the draft heads; None without them. Raises ``PenstockError`` (``invalid``) if the
+    folder is not named (``draft_folder``) or its contents are invalid."""
     folder = draft_folder(speculative, model)
     return draft_size_of(folder, speculative.method, size) if speculative and folder else None

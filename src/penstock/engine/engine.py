@@ -270,11 +270,8 @@ class Engine:
             self._grammar_compiler.compile(constraint).result()
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request.
-
-        Raises ``PenstockError``: ``invalid`` or ``unsupported`` if it can never run, ``overloaded`` if the queue is
-        full, ``unavailable`` if the engine has failed.
-        """
+        """Queue a request. Raises ``PenstockError``: ``invalid`` or ``unsupported`` if it can never run,
+        ``overloaded`` if the queue is full, ``unavailable`` if the engine has failed."""
         if self.failure:
             raise PenstockError.of(self.failure)
         check_request(request, self._config, self.info)
@@ -328,11 +325,8 @@ class Engine:
 
     @property
     def gpu_memory(self) -> int:
-        """Bytes allocated on the GPU; 0 without a GPU.
-
-        While steps are in flight, this is the last known value: the workers would only reply after these steps, and
-        would be idle meanwhile. If a worker is lost, sets ``failure`` and returns 0.
-        """
+        """Bytes allocated on the GPU; 0 without one. While steps are in flight, the last known value: the workers would
+        reply after these steps, and be idle meanwhile. If a worker is lost, sets ``failure`` and returns 0."""
         if self._in_flight:
             return self._gpu_memory
         try:
@@ -346,9 +340,7 @@ class Engine:
     @property
     def expert_load(self) -> dict[int, list[int]]:
         """Number of tokens routed to each expert since the start, by layer; empty without the option ``expert_load``.
-
-        While steps are in flight, or if a worker is lost, this is the last known value: workers reply between steps.
-        """
+        The last known value while steps are in flight (workers reply between steps), or if a worker is lost."""
         if not self._options.expert_load:
             return {}
         try:
@@ -547,6 +539,6 @@ def _tree_blocks(speculative: SpeculativeConfig | None, options: EngineOptions, 
     """
     count = speculative.tree.scratch_blocks(options.block_size) if speculative and speculative.tree else 0
     if count >= blocks:
-        message = f"the tree of draft tokens takes {count} KV blocks, but the KV cache has {blocks} in total"
-        raise invalid("speculative_config", f"{message}; use a smaller tree, or a larger cache", blocks)
+        message = f"the tree of draft tokens takes {count} KV blocks, but the KV cache has {blocks}; use a smaller tree"
+        raise invalid("speculative_config", message, blocks)
     return count

@@ -46,7 +46,7 @@ class RankJob(NamedTuple):
     folder: Path
     """Folder of the checkpoint."""
     output: Path
-    """Engine folder."""
+    """The engine folder."""
     config: EngineConfig
     options: EngineOptions
     rank: int

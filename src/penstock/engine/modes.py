@@ -5,21 +5,12 @@ from __future__ import annotations
 from typing import Literal
 
 WeightUpdateMode = Literal["finish", "recompute"]
-"""How running sequences are handled during a weight update.
-
-- ``finish``: they finish with the old weights; new sequences wait.
-- ``recompute``: they are preempted, their KV is recomputed with the new weights, and they continue after the tokens
-  generated so far.
-
+"""How running sequences are handled during a weight update. ``finish``: they finish with the old weights, while new
+sequences wait. ``recompute``: they are preempted, and continue with the new weights after the tokens generated so far.
 The update never waits for sequences whose clients do not read."""
 PauseMode = Literal["abort", "wait", "keep"]
-"""How requests are handled when the engine is paused.
-
-- ``abort``: they are aborted.
-- ``wait``: those that have started finish; the others stay in the queue.
-- ``keep``: all stay as they are, and continue after the pause.
-
-Requests that arrive during the pause wait in the queue."""
+"""How requests are handled when the engine is paused. ``abort``: they are aborted. ``wait``: those that have started
+finish. ``keep``: they stay as they are. With ``wait`` and ``keep``, waiting and new requests stay in the queue."""
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 TAGS = (WEIGHTS, KV_CACHE)
 """Parts of an engine that sleep frees; ``wake_up`` can restore them one by one."""

@@ -54,13 +54,11 @@ class SleepManager:
         """True if ``poll`` has to be called."""
 
     def pause(self, mode: PauseMode = "abort", clear_cache: bool = True) -> Future[None]:
-        """Compute no steps until ``resume``; new requests wait in the queue.
+        """Compute no steps until ``resume``; new requests wait in the queue. Returns a future that is done when no step
+        is in flight any more.
 
         Args:
             clear_cache: empty the prefix cache; ignored with mode ``keep``.
-
-        Returns:
-            A future that is done when no step is in flight any more.
         """
 
         def after_steps() -> None:
@@ -79,14 +77,11 @@ class SleepManager:
         self._scheduler.hold("pause", None)
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> Future[None]:
-        """Pause the engine and free memory.
+        """Pause the engine and free memory. Returns a future that is done when the memory is free.
 
         Args:
-            level: 0 only pauses. 1 frees the KV cache, and on a GPU also the weights, which ``wake_up`` reads again. 2
-                frees KV cache and weights on all devices.
-
-        Returns:
-            A future that is done when the memory is free.
+            level: 0 only pauses. 1 frees the KV cache, and on a GPU also the weights, which ``wake_up`` reads again.
+                2 frees KV cache and weights on any device.
         """
         if level not in LEVELS:
             raise invalid("level", f"must be 0, 1 or 2, is {level}")
@@ -115,8 +110,7 @@ class SleepManager:
             A future that is done once the parts are restored. If that fails, it raises ``PenstockError``, and the
             engine stays asleep.
 
-        Raises ``PenstockError`` for an unknown tag, while another call is pending, and if the weights cannot be
-        reloaded.
+        Raises ``PenstockError`` for an unknown tag, while another call is pending, or if weights cannot be reloaded.
         """
         if unknown := set(tags or ()) - set(TAGS):
             raise invalid("tags", f"must be {' or '.join(TAGS)}, is {min(unknown)!r}")
@@ -140,10 +134,8 @@ class SleepManager:
             self._resume_if_awake()
 
     def poll(self, num_in_flight: int) -> list[TokenDelta]:
-        """Advance the pending call between two steps. Returns the last deltas of aborted requests.
-
-        Raises ``WorkerLostError``.
-        """
+        """Advance the pending call between two steps. Returns the last deltas of aborted requests. Raises
+        ``WorkerLostError``."""
         if self._after_steps:
             if self._waits_for_started and not self._scheduler.has_started_sequences:
                 self._waits_for_started = False

@@ -69,8 +69,8 @@ class WeightsManager:
             path: folder of a checkpoint of the same model; empty for the folder of the weights in use.
 
         Returns:
-            A future of their version, done once all ranks have loaded them; call ``commit`` or ``discard`` then. If a
-            rank cannot load them, it raises ``PenstockError``, and nothing has changed.
+            A future of their version, done once all ranks have loaded them; call ``commit`` or ``discard`` then. It
+            raises ``PenstockError`` if a rank cannot load them; nothing has changed then.
 
         Raises ``PenstockError`` (``unavailable``) if other weights are being loaded.
         """
@@ -82,13 +82,11 @@ class WeightsManager:
         return self._loaded
 
     def commit(self, running: WeightUpdateMode = "finish") -> Future[str]:
-        """Use the new weights as soon as no sequence needs the old ones; new sequences wait until then.
+        """Use the new weights as soon as no sequence needs the old ones; new sequences wait until then. Returns a
+        future of their version, done once they are in use.
 
         Args:
             running: how running sequences are handled. While the engine is paused, they are always recomputed.
-
-        Returns:
-            A future of the new weights' version, done once they are in use.
         """
         assert self._loaded, "load weights first"
         self._swapped, self._running, self.has_pending = Future(), running, True
@@ -104,9 +102,7 @@ class WeightsManager:
 
     def poll(self, num_in_flight: int) -> str | None:
         """Advance a pending update between two steps. Returns the version of the new weights if they were swapped in.
-
-        Raises ``WorkerLostError``.
-        """
+        Raises ``WorkerLostError``."""
         if self._reading:
             self._executor.poll()
             if self._reading.done():

@@ -47,9 +47,8 @@ def _check_images(request: EngineRequest) -> None:
 
 def _check_pooling(pooling: PoolingParams, info: ModelInfo) -> None:
     """Raise ``PenstockError`` for pooling that this model does not support."""
-    if (pooling.dimensions or 0) > info.embedding_size:
-        message = f"must be at most {info.embedding_size}, the dimensions of the model's embeddings"
-        raise invalid("dimensions", message, info.embedding_size)
+    if (pooling.dimensions or 0) > (limit := info.embedding_size):
+        raise invalid("dimensions", f"must be at most {limit}, the dimensions of the model's embeddings", limit)
     if pooling.head and pooling.head not in info.heads:
         raise PenstockError(Code.UNSUPPORTED, f"this checkpoint has no {pooling.head} head", "head")
     if pooling.token_ids and not info.has_lm_head:

@@ -1,5 +1,4 @@
-"""Options for models that compute each prompt in one step: encoders, whose attention is bidirectional, and embedding
-models with dense modules."""
+"""Options for models that compute each prompt in one step: encoders, and embedding models with dense modules."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ def whole_prompt_options(options: EngineOptions, config: ModelConfig, folder: Pa
     """
     for name, value in UNSUPPORTED.items() if config.encoder else ():
         if getattr(options, name) != value:
-            message = f"{name}: not supported for {config.architecture}, an encoder without KV cache"
-            raise PenstockError(Code.UNSUPPORTED, message, name)
+            raise PenstockError(Code.UNSUPPORTED, f"{name}: not supported for the encoder {config.architecture}", name)
     max_len = options.max_model_len or config.max_model_len
     if config.encoder and not options.max_model_len:
         max_len = min(max_len, max_seq_length(folder) or max_len)

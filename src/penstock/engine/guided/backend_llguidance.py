@@ -163,11 +163,8 @@ class LLGuidance:
         self.token_classes = TokenClasses(self._tokenizer)
 
     def request(self, params: GuidedDecodingParams) -> bytes:
-        """Translate a constraint to a request for the process.
-
-        Raises ``UnsupportedError`` if llguidance does not support it, ``ValueError`` or ``RecursionError`` if it is
-        invalid.
-        """
+        """Translate a constraint to a request for the process. Raises ``UnsupportedError`` if llguidance does not
+        support it, ``ValueError`` or ``RecursionError`` if it is invalid."""
         return msgspec.json.encode(_grammar(params, self.added_tokens))
 
     def grammar(self, request: bytes, size: int) -> Grammar:

@@ -39,11 +39,9 @@ NUM_THREADS = 2
 
 
 class GrammarCompiler:
-    """Compiles grammars in processes with limits of time and memory, and caches them. Failed and cancelled compilations
-    are not cached.
+    """Compiles grammars in processes with limits of time and memory, and caches them, except failed and cancelled ones.
 
-    A grammar that is not compiled within ``QUICK_TIME`` is compiled anew by the threads for slow grammars, at the
-    lowest priority.
+    A grammar not compiled within ``QUICK_TIME`` is compiled anew by the threads for slow grammars, at lowest priority.
 
     Args:
         backend: ``off`` to refuse all grammars; every other ``GuidedBackend`` means llguidance.
@@ -81,11 +79,8 @@ class GrammarCompiler:
             self._preload = self._quick.submit(self._load_vocabulary)
 
     def compile(self, params: GuidedDecodingParams) -> Future[Grammar]:
-        """Compile a grammar, or get it from the cache.
-
-        Returns:
-            A future, which raises ``PenstockError`` if the grammar is invalid, not supported, or exceeds the limits.
-            Cancelling the future ends the compilation.
+        """Compile a grammar, or get it from the cache. The future raises ``PenstockError`` if the grammar is invalid,
+        not supported, or exceeds the limits. Cancelling it ends the compilation.
 
         Raises ``PenstockError``: ``unsupported`` if guided decoding is off, ``unavailable`` without a vocabulary.
         """
@@ -104,8 +99,7 @@ class GrammarCompiler:
         return future
 
     def _run(self, params: GuidedDecodingParams, future: Future[Grammar], timeout: float | None) -> None:
-        """Compile a grammar and complete ``future``, in a thread. If it takes longer than ``timeout`` seconds, submit
-        it to the threads for slow grammars."""
+        """Compile a grammar and complete ``future``, in a thread; after ``timeout``, move it to the slow threads."""
         try:
             grammar = None if future.cancelled() else self._compile(params, future, timeout)
         except TimeoutError:

@@ -1,7 +1,6 @@
 """The process that compiles grammars with llguidance: ``python -m penstock.engine.guided.llguidance_process``.
 
-llguidance cannot serialize a compiled grammar. So the engine compiles it again, once this process has shown that it
-stays within the limits.
+llguidance cannot serialize a compiled grammar, so the engine compiles it again once it has passed the limits here.
 """
 
 from __future__ import annotations

@@ -56,8 +56,7 @@ class DiskTier:
 
     Args:
         limit: maximum bytes of all files.
-        identity: everything besides the block hash that the stored KV depends on. Engines with equal identities share
-            files.
+        identity: everything besides the block hash that KV depends on. Engines with equal identities share files.
 
     Raises ``PenstockError`` (``invalid``) if the folder cannot be used, or is accessible to other users.
     """

@@ -195,10 +195,9 @@ def start_offloading(
     """Create the offloading, with the disk tier if the options enable it.
 
     Args:
-        layouts: as for ``new_host_tier``.
+        layouts, host: arguments and result of ``new_host_tier``.
         fingerprint: ``ModelInfo.fingerprint``.
         device_pool: blocks of the KV cache.
-        host: result of ``new_host_tier``.
 
     Raises ``PenstockError`` if the disk tier cannot be used.
     """

@@ -51,9 +51,8 @@ class EncoderCache:
     def fit(self, request: EngineRequest, start: int, count: int, budget: int) -> int:
         """Cache the images among tokens ``start`` to ``start + count`` of a request, and encode those not cached yet.
 
-        Returns the number of tokens that the step can compute from ``start`` on. They end before the first image that
-        does not fit. Images with bidirectional attention are computed as a whole: the number is extended to their end,
-        up to ``budget`` tokens, or ends before them.
+        Returns the number of tokens that the step can compute from ``start`` on: up to the first image that does not
+        fit. An image with bidirectional attention is not split: its end may extend the number up to ``budget``.
         """
         self.is_used = True
         for image in request.images:

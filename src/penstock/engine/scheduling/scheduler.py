@@ -115,9 +115,7 @@ class Scheduler:
     def num_preempted_waiting(self) -> int:
         """Number of preempted sequences that are waiting to run again."""
         sequences = (sequence for group in self._groups.values() for sequence in group.sequences)
-        return sum(
-            one.state in (State.WAITING, State.SWAPPED) and one.num_cached_tokens is not None for one in sequences
-        )
+        return sum(one.state in (State.WAITING, State.SWAPPED) and one.has_started for one in sequences)
 
     @property
     def num_swapped(self) -> int:

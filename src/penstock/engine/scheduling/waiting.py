@@ -46,7 +46,6 @@ class WaitingQueue:
         return 0 < self._long_threshold < len(sequence.tokens) - sequence.num_computed
 
     def push(self, sequence: Sequence) -> None:
-        """Add a sequence."""
         insort(self._list_of(sequence), sequence, key=self.schedule_key)
 
     def peek(self, include_long: bool, started: bool = False) -> Sequence | None:

@@ -46,8 +46,7 @@ class PoolingState:
         self._count += len(states)
 
     def embedding(self) -> bytes:
-        """Final embedding, or with ``all`` the vector of each token, as float32 bytes. Call this once all states are
-        added."""
+        """Embedding, or with ``all`` the vector of each token, as float32 bytes. Call after all states are added."""
         if self.pooling_type == "all":
             vectors = np.concatenate(self._states).astype(np.float64)
         else:
