@@ -256,7 +256,7 @@ class _LarkWriter:
             case ConstStringFormat(text):
                 split = self._added_tokens.split(text)
                 return " ".join(f"<[{each}]>" if isinstance(each, int) else json.dumps(each) for each in split)
-            case JSONSchemaFormat(schema, separators):  # a rule of its own, as ``$ref`` refers to the whole schema
+            case JSONSchemaFormat(schema, separators):  # a separate rule, so that references resolve within it
                 return self._rule(f"%json {json.dumps(_with_options(schema, self._params, separators))}")
             case SequenceFormat():
                 return self._sequence(_flatten(part))

@@ -169,7 +169,7 @@ class GrammarCompiler:
             if self._backend or self._vocabulary_failure:
                 return
             assert self._vocabulary is not None
-            from .backend_llguidance import LLGuidance  # a slow import, not needed without guided decoding
+            from .backend_llguidance import LLGuidance  # imported only if guided decoding may be used
 
             started = time.monotonic()
             try:
