@@ -201,7 +201,7 @@ def test_files_of_sentence_transformers_are_read(tmp_path: Path, inner: str) -> 
     assert cut.outputs.embedding == pytest.approx(library.encode([long], prompt="")[0].tolist(), abs=2e-5)
     assert len(cut.prompt_token_ids) == 24 and cut.prompt_token_ids[-1] == 3
     assert len(cut.outputs.embedding) == 32
-    with pytest.raises(PenstockError, match="at most the model's 32"):
+    with pytest.raises(PenstockError, match="at most 32, the dimensions"):
         llm.embed(long[:9], use_tqdm=False, pooling_params=PoolingParams(dimensions=33))
 
 

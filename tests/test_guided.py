@@ -183,7 +183,7 @@ OWN = [put_together("tag", begin="<tool_call>", content=NUMBER, end="</tool_call
         (put_together("json_schema", json_schema={"uniqueItems": True}), "uniqueItems"),
         (put_together("json_schema", json_schema={"const": "<think>"}), "added token"),
         (put_together("json_schema", json_schema=False), "not|nothing"),
-        (put_together("const_string", value="ab<|im_end|>cd"), "<|im_end|>.*ends every output"),
+        (put_together("const_string", value="ab<|im_end|>cd"), "<|im_end|>.*ends the output"),
         (put_together("triggered_tags", triggers=["<"], tags=OWN), "part of a token of '<tool_call>'"),
         (put_together("triggered_tags", triggers=["<tool", "<"], tags=OWN), "several triggers"),
         (

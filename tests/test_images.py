@@ -531,7 +531,7 @@ def test_what_images_work_with(colours: Path, name: str, value: str, outcome: st
     if outcome == "refused":
         with pytest.raises(PenstockError) as error:
             Engine(EngineOptions(model=str(colours), **options))
-        assert error.value.failure.message == f"{option}: models that see images are not run with {given}, so far"
+        assert error.value.failure.message == f"{option}: {given} is not supported for models with image input"
         return
     llm = LLM(colours, **options)
     outputs = llm.generate([prompt([plain(colour)]) for colour in COLOURS], ONE, use_tqdm=False)

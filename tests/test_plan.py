@@ -120,7 +120,7 @@ def test_a_draft_model_and_an_encoder_are_planned_as_logged(
             LLM(kv_cache_sequences=4, **given)
         logged = next(message for message in caplog.messages if message.startswith("memory: "))
         assert logged.startswith(f"memory: weights {found['weight_bytes'] / 1e9:.2f} GB, KV cache ")
-        assert f"of {found['kv_bytes_per_token']} bytes a token for {found['total_tokens']} tokens" in logged
+        assert f"({found['kv_bytes_per_token']} bytes per token) for {found['total_tokens']} tokens" in logged
 
 
 def test_a_draft_model_s_weights_are_planned(capsys: pytest.CaptureFixture[str]) -> None:

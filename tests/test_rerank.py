@@ -194,7 +194,7 @@ def test_coheres_client_embeds_long_texts(encoder: Path, embedder: Served) -> No
     assert embed() == embed(truncate="END") == [end]
     assert embed(truncate="START") == [start]
     assert embed(max_tokens=7) == [text]
-    with pytest.raises(cohere.BadRequestError, match="at most 128 are taken"):
+    with pytest.raises(cohere.BadRequestError, match="at most 128 are allowed"):
         embed(truncate="NONE")
 
 

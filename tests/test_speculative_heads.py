@@ -334,7 +334,7 @@ def test_the_memory_of_heads_is_planned(
     with caplog.at_level(logging.INFO):
         LLM(target, speculative_config=config, **OPTIONS)
     logged = next(message for message in caplog.messages if message.startswith("memory: "))
-    assert f"{found[1]['kv_bytes_per_token']} bytes a token" in logged
+    assert f"{found[1]['kv_bytes_per_token']} bytes per token" in logged
     assert (found[1]["kv_bytes_per_token"] > found[0]["kv_bytes_per_token"]) == (method != "medusa")
 
 
@@ -466,7 +466,7 @@ def test_heads_in_the_models_own_folder_and_in_a_file_of_pytorch(
         ("eagle3", {"vocab_size": 300}, {}, "the head has a vocabulary of 300, the model 60"),
         ("eagle3", {"hidden_size": None}, {}, "fc.weight has shape"),
         ("eagle3", {"intermediate_size": 128}, {}, "midlayer.mlp.gate_proj.weight has shape"),
-        ("eagle", {}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size allows the method ngram only"),
+        ("eagle", {}, {"pipeline_parallel_size": 2}, "with pipeline_parallel_size > 1, only the method ngram"),
         ("medusa", {"truncated_vocab_size": 30}, {}, "the Medusa heads have a vocabulary of 30, the model 60"),
     ],
 )

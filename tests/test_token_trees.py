@@ -142,7 +142,7 @@ def test_trees_have_more_accepted_than_their_first_paths(attending: Heads, plain
         ({"model": "MODEL", "speculative_token_tree": [[0]]}, "draft models draft no trees"),
         (
             {"model": "HEADS/medusa", "medusa_choices": [[i] for i in range(100)]},
-            "takes 99 KV blocks, and there are 50",
+            "takes 99 KV blocks, but the KV cache has 50",
         ),
     ],
 )

@@ -336,7 +336,7 @@ def test_positions_beyond_the_context(tmp_path: Path) -> None:
         return len(llm.generate([given], params, use_tqdm=False)[0].outputs[0].token_ids)
 
     assert ask(1) == 128 - 3 - 1 - 9 - 2  # behind 3 tokens of text and the video's start come 9 positions
-    with pytest.raises(PenstockError, match=r"videos: end at position \d+, of 128 \(max_model_len\)"):
+    with pytest.raises(PenstockError, match=r"videos: end at position \d+, but the context ends at 128"):
         ask(0.05)
 
 

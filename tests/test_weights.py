@@ -25,7 +25,7 @@ from transformers import Qwen3Config
 from penstock import LLM, PenstockError, SamplingParams
 from penstock.core import Code, EngineRequest, TokenDelta
 from penstock.engine.engine import Engine
-from penstock.engine.modes import Running
+from penstock.engine.modes import WeightUpdateMode
 from penstock.models.decoder import Decoder
 
 OPTIONS: dict[str, Any] = {"block_size": 16, "num_gpu_blocks_override": 60, "weight_cache_dir": "none"}
@@ -139,7 +139,7 @@ def generated(folder: Path, prompt: list[int], tokens: int) -> list[int]:
 
 
 @pytest.mark.parametrize("running", ["finish", "recompute"])
-def test_running_requests(old: Path, new: Path, running: Running) -> None:
+def test_running_requests(old: Path, new: Path, running: WeightUpdateMode) -> None:
     options = engine_options(
         model=str(old), **OPTIONS, max_num_seqs=2, enable_prefix_caching=True, preemption_mode="swap", swap_space=0.01
     )
@@ -313,7 +313,7 @@ def test_sleep(old: Path, new: Path, options: Mapping[str, Any]) -> None:
             llm.wake_up(["kv_cache"])
             assert answers(llm) == after
         llm.sleep(2)
-        with pytest.raises(PenstockError, match="given by update_weights"):
+        with pytest.raises(PenstockError, match="came from update_weights"):
             llm.wake_up()
         llm.wake_up(["weights"])  # which tensors are about to fill
         llm.update_weights(old)

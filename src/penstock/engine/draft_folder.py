@@ -1,4 +1,4 @@
-"""Where what drafts tokens comes from. Known without torch, as ``penstock plan memory`` needs it."""
+"""Folder and size of the drafter's weights. Does not import torch, since ``penstock plan memory`` uses it."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from penstock.planning.model_size import ModelSize
 
 
 def draft_folder(speculative: SpeculativeConfig | None, model: str) -> Path | None:
-    """Folder of the heads or of the draft model; None where n-grams or the model's own MTP layers draft, or nothing.
+    """Folder of the draft model or of the draft heads (EAGLE, Medusa); None without separate weights (n-gram, MTP).
 
     Args:
-        model: the option; empty for the built-in model.
+        model: option ``model``; empty for the built-in model.
 
-    Raises ``PenstockError`` (``invalid``) where it is not given.
+    Raises ``PenstockError`` (``invalid``) if the options do not name the folder that the method needs.
     """
     if not speculative or speculative.method in ("ngram", "mtp"):
         return None
     if speculative.model:
         return Path(speculative.model)
     if speculative.method == "medusa" and model:
-        return Path(model)  # some checkpoints have heads beside the model
+        return Path(model)  # some checkpoints contain the heads
     if speculative.method in METHODS:
-        raise invalid("speculative_config", f"name the folder of the {speculative.method} heads as model")
+        raise invalid("speculative_config", f"must name the folder of the {speculative.method} heads as model")
     if not model or Path(model) == demo.CHAT:
         return demo.DRAFT
     if speculative.method:
-        raise invalid("speculative_config", "name the draft model's folder as model")
+        raise invalid("speculative_config", "must name the draft model's folder as model")
     return None
 
 
 def draft_size(speculative: SpeculativeConfig | None, model: str, size: ModelSize) -> ModelSize | None:
-    """The size of the heads or of the draft model; None where there are none. Raises as ``draft_folder``, and
-    ``PenstockError`` (``invalid``) where they are broken."""
+    """Size of the draft model or of the draft heads; None without them. Raises ``PenstockError`` (``invalid``) if the
+    folder is not named (``draft_folder``) or its contents are invalid."""
     folder = draft_folder(speculative, model)
     return draft_size_of(folder, speculative.method, size) if speculative and folder else None

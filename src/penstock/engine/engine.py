@@ -71,17 +71,17 @@ ENGINE_FAILED = Failure(Code.UNAVAILABLE, "the engine cannot compute steps any m
 MAX_FAILED_STEPS = 8
 """Number of consecutive failed steps after which the engine has failed."""
 PREREQUISITES_TIMEOUT = 0.02
-"""Seconds that ``step`` waits for requests' prerequisites where nothing can be computed."""
+"""Maximum seconds that ``step`` waits for prerequisites of requests while there is no step to compute."""
 
 
 class Engine:
     """Serves many requests at once with one model: ``add`` requests, then call ``step`` while ``busy``.
 
     Args:
-        logs: log settings of worker processes; None leaves their logging as it is, as a library has to.
-        weights: folder of the weights to start with; empty for the model's.
+        logs: log settings of worker processes; None does not configure logging, as in a library.
+        weights: folder of the weights to start with; empty for the model's folder.
 
-    Raises ``PenstockError`` with one sentence where the options or the checkpoint do not allow a start.
+    Raises ``PenstockError`` if the engine cannot start with these options or this checkpoint.
     """
 
     def __init__(self, options: EngineOptions, logs: LogOptions | None = None, weights: str = "") -> None:
@@ -89,30 +89,30 @@ class Engine:
         self._config = read_config(folder, options.model_impl)
         self._options = options = checked_options(options, self._config, folder)
         self.max_model_len = options.max_model_len or self._config.max_model_len
-        scheduling = options.scheduler(self.max_model_len)  # before any weight is read
+        scheduling = options.scheduler(self.max_model_len)  # reports invalid options before weights are read
         lora_modules = parse_lora_modules(options.lora_modules)
         self._in_flight: deque[tuple[Plan, float]] = deque()
-        """Plan and time of submission of each step in flight, the oldest first."""
+        """Plan and time of submission (``time.perf_counter``) of each step in flight, the oldest first."""
         self._collected = 0.0
-        """Time of the last ``collect``."""
+        """Time at which the last step was collected, ``time.perf_counter``."""
         self._failed_steps = 0
         self.failure: Failure | None = None
-        """Why the engine has failed; it then accepts no requests. None while it works."""
+        """Cause of the engine's failure, after which it accepts no requests; None while it works."""
         self.steps = 0
         """Number of steps submitted since the start."""
         self.step_counts = StepCounts()
         self.last_plan = Plan()
-        """The plan of the last step that was submitted."""
+        """Plan of the last submitted step."""
         self.before_step: Callable[[int], None] = lambda tokens: None
-        """Called before each step is submitted or waited for, with the number of tokens in flight."""
+        """Callback before a step is submitted or waited for; gets the number of tokens in flight."""
         self.after_step: Callable[[Plan, float, float], None] | None = None
-        """Called after each step was computed, with when it began and ended, in seconds of ``time.perf_counter``."""
+        """Callback after each step; gets its plan, start and end, seconds of ``time.perf_counter``."""
         self._gpu_memory = 0
         self._expert_load: dict[int, list[int]] = {}
         self._expert_load_answer: Future[dict[int, list[int]]] | None = None
         self._max_concurrent_batches = options.max_concurrent_batches or options.pipeline_parallel_size
         self._executor = start_executor(options, self._max_concurrent_batches, logs)
-        what = "the model"
+        loading = "the model"
         try:
             self._load_model(weights)
             self._start_scheduler(scheduling)
@@ -120,30 +120,30 @@ class Engine:
             self.sleeper = SleepManager(self._executor, self.scheduler, self.weights)
             max_loras = options.max_loras if options.enable_lora or lora_modules else 0
             self.adapters = LoRAManager(self._executor, self.scheduler, max_loras)
-            what = "adapters"
-            for loading in [self.adapters.load(name, path) for name, path in lora_modules.items()]:
-                self.adapters.wait(loading)
+            loading = "LoRA adapters"
+            for loaded in [self.adapters.load(name, path) for name, path in lora_modules.items()]:
+                self.adapters.wait(loaded)
         except WorkerLostError as error:
-            raise PenstockError(Code.UNAVAILABLE, f"{what} could not be loaded: {error}") from error
+            raise PenstockError(Code.UNAVAILABLE, f"{loading} could not be loaded: {error}") from error
         except BaseException:
             self._executor.close()
             raise
         self.kv_connector = self._start_transfers()
-        """KV transfers; None for an instance of the role ``mixed``."""
+        """KV transfers to and from other instances; None with the role ``mixed``."""
         self._grammar_compiler = GrammarCompiler(options.guided_decoding_backend, self.info.vocab_size)
         self._bitmasks = BitmaskBuilder(self.info.vocab_size)
         if options.use_warmup:
             self._warm_up()
 
     def _load_model(self, weights: str) -> None:
-        """Have the workers load the model, and measure the memory that it leaves."""
+        """Load the model in the workers, and measure the memory that it leaves."""
         self.info: ModelInfo = self._executor.run(LoadModel(weights))
         if self.info.asynchronous and not self._options.max_concurrent_batches:
             self._max_concurrent_batches = max(self._max_concurrent_batches, 2)
         self._memory: MemoryProfile = self._executor.run(ProfileMemory())
 
     def _start_scheduler(self, scheduling: SchedulerOptions) -> None:
-        """Allocate the KV cache and the tiers below it, and schedule over their blocks."""
+        """Allocate the KV cache and its host and disk tiers, and create the scheduler."""
         options, info = self._options, self.info
         blocks = count_blocks(options, self._memory, self.max_model_len)
         if self._config.encoder:
@@ -157,10 +157,10 @@ class Engine:
         host_tier = new_host_tier(options, layouts)
         transfer = self._transfer_buffer.memory if self._transfer_buffer else None
         offload = host_tier.memory if host_tier else None
-        self._executor.run(InitCache(blocks, host_blocks, transfer, offload))  # before lists of as many blocks are made
+        self._executor.run(InitCache(blocks, host_blocks, transfer, offload))  # first: too many blocks fail here
         device_pool = BlockPool(blocks - _tree_blocks(speculative, options, blocks), options.block_size)
         self.kv_offloading: KVOffloading | None = None
-        """Lower tiers of the prefix cache; None where there are none."""
+        """Host and disk tiers of the prefix cache; None without them."""
         if host_tier:
             self.kv_offloading = start_offloading(options, layouts, info.fingerprint, device_pool, host_tier)
         self.scheduler = Scheduler(
@@ -183,7 +183,7 @@ class Engine:
         self._log_memory(blocks)
 
     def _start_transfers(self) -> KVConnector | None:
-        """Connect to other instances of prefill and decode; None for the role ``mixed``."""
+        """Connect to the other prefill and decode instances; None with the role ``mixed``."""
         if not self._transfer_buffer:
             return None
         return KVConnector(
@@ -198,13 +198,13 @@ class Engine:
         )
 
     def set_tracer(self, tracer: Tracer) -> None:
-        """Record spans of requests that are traced."""
+        """Record the spans of traced requests."""
         self.scheduler.after_request = RequestSpans(tracer).record
         if self.kv_connector:
             self.kv_connector.imports.tracer = tracer
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the KV transfers, the offloading and the workers."""
         if self.kv_connector:
             self.kv_connector.close()
         if self.kv_offloading:
@@ -212,23 +212,23 @@ class Engine:
         self._executor.close()
 
     def _warm_up(self) -> None:
-        """Run ``warm_up_requests``. Raises ``PenstockError`` where a step fails."""
-        begun, left = time.monotonic(), warm_up_requests(self.scheduler.options, self.info)
-        tokens, shown = sum(len(request.prompt) for request in left), logger.isEnabledFor(logging.INFO)
-        with Progress("warm-up", len(left), "request", logger.info, shown=shown) as progress:
-            while left or self.busy:
-                while left and self.try_add(left[0]):
-                    del left[0]
+        """Run ``warm_up_requests``. Raises ``PenstockError`` if a step fails."""
+        started, requests = time.monotonic(), warm_up_requests(self.scheduler.options, self.info)
+        tokens, shown = sum(len(request.prompt) for request in requests), logger.isEnabledFor(logging.INFO)
+        with Progress("warm-up", len(requests), "request", logger.info, shown=shown) as progress:
+            while requests or self.busy:
+                while requests and self.try_add(requests[0]):
+                    del requests[0]
                 for delta in self.step():
                     if delta.failure:
                         raise PenstockError.of(delta.failure)
                     progress.update(delta.finished is not None)
         if self._options.expert_load:
             self._executor.run(ReadExpertLoad(reset=True))
-        logger.info("warmed up with %d tokens in %.1f seconds", tokens, time.monotonic() - begun)
+        logger.info("warmed up with %d tokens in %.1f seconds", tokens, time.monotonic() - started)
 
     def _log_memory(self, blocks: int) -> None:
-        """Log the model, and the numbers that ``penstock plan memory`` prints."""
+        """Log the model and its memory, with the numbers that ``penstock plan memory`` prints."""
         info, options, on_cpu = self.info, self._options, not self._memory.total
         logger.info(
             "%s, %d KV blocks of %d tokens, kernels %s (%sbatch-invariant)",
@@ -248,8 +248,8 @@ class Engine:
         size = self._memory.block_bytes // options.block_size
         cache = CachePlan(blocks, options.block_size, size, self.max_model_len, options.kv_cache_ratio)
         logger.info(
-            "memory: weights %.2f GB, KV cache %.2f GB of %d bytes a token for %d tokens or %.1f sequences of %d, "
-            "%d blocks for prompts",
+            "memory: weights %.2f GB, KV cache %.2f GB (%d bytes per token) for %d tokens or %.1f sequences of %d "
+            "tokens, %d blocks for prompts",
             weights / 1e9,
             cache.bytes / 1e9,
             cache.bytes_per_token,
@@ -260,8 +260,8 @@ class Engine:
         )
 
     def validate(self, request: EngineRequest) -> None:
-        """Raise ``PenstockError`` for a request that ``add`` would refuse as one that can never run. Compiles its
-        grammar, and waits for it."""
+        """Raise ``PenstockError`` for a request that can never run, as ``add`` does. Compiles its grammar, and waits
+        for it."""
         check_request(request, self._config, self.info)
         if request.adapter:
             self.adapters.key(request.adapter)
@@ -270,8 +270,8 @@ class Engine:
             self._grammar_compiler.compile(constraint).result()
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request. Raises ``PenstockError``: ``invalid`` or ``unsupported`` where it can never run,
-        ``overloaded`` where the queue is full, ``unavailable`` where the engine has failed."""
+        """Queue a request. Raises ``PenstockError``: ``invalid`` or ``unsupported`` if it can never run,
+        ``overloaded`` if the queue is full, ``unavailable`` if the engine has failed."""
         if self.failure:
             raise PenstockError.of(self.failure)
         check_request(request, self._config, self.info)
@@ -281,32 +281,32 @@ class Engine:
         constraint = self._constraint(request)
 
         def prerequisites() -> list[Prerequisite]:
-            needed = []
+            required = []
             if constraint:
-                needed.append(Prerequisite(self._grammar_compiler.compile(constraint), _set_guide))
+                required.append(Prerequisite(self._grammar_compiler.compile(constraint), _set_guide))
             if self.kv_connector and (imported := self.kv_connector.imports.prerequisite(request, adapter)):
-                needed.append(imported)
+                required.append(imported)
             elif reading := self.scheduler.kv.read_prefix(request):
-                needed.append(Prerequisite(reading, lambda sequence, result: None))
-            return needed
+                required.append(Prerequisite(reading, lambda sequence, result: None))
+            return required
 
         self.scheduler.add(request, prerequisites)
 
     def set_vocabulary(self, vocabulary: Callable[[], Vocabulary]) -> None:
-        """Set the vocabulary; to be called before the first request with guided decoding.
+        """Set the vocabulary. Call this before the first request with guided decoding.
 
         Args:
-            vocabulary: returns it. Not called where the vocabulary is set already.
+            vocabulary: returns the vocabulary; not called if one is set already.
         """
         self._grammar_compiler.set_vocabulary(vocabulary)
 
     def prepare_guided_decoding(self) -> None:
-        """Load the vocabulary for guided decoding before the first guided request; to be called while the engine is
+        """Load the vocabulary for guided decoding ahead of the first guided request. Call this while the engine is
         idle."""
         self._grammar_compiler.preload_vocabulary()
 
     def try_add(self, request: EngineRequest) -> bool:
-        """``add`` a request. Returns False where the queue is full, True where it was added."""
+        """``add`` a request. Returns False if the queue is full."""
         try:
             self.add(request)
         except PenstockError as error:
@@ -320,19 +320,18 @@ class Engine:
         return self.scheduler.abort(request_id)
 
     def finish_sequence(self, request_id: str, sequence: int) -> None:
-        """End a sequence, in whose text the caller has found a stop string. No delta is returned for it."""
+        """End a sequence because its text contains a stop string. No delta is returned for it."""
         self.scheduler.finish_sequence(request_id, sequence)
 
     @property
     def gpu_memory(self) -> int:
-        """Bytes allocated on the GPU; 0 without one. While steps are in flight, the last answer: the workers would
-        answer after these, and have nothing to compute meanwhile. Where a worker is lost, sets ``failure`` and returns
-        0."""
+        """Bytes allocated on the GPU; 0 without one. While steps are in flight, the last known value: the workers would
+        reply after these steps, and be idle meanwhile. If a worker is lost, sets ``failure`` and returns 0."""
         if self._in_flight:
             return self._gpu_memory
         try:
             self._gpu_memory = self._executor.run(DeviceMemory())
-        except WorkerLostError as error:  # lost while idle; with requests, ``step`` would have noticed
+        except WorkerLostError as error:  # lost while the engine was idle, so ``step`` did not notice
             logger.error("the engine has failed: %s", error)
             self.failure = Failure(Code.UNAVAILABLE, f"the engine has failed: {error}")
             return 0
@@ -340,8 +339,8 @@ class Engine:
 
     @property
     def expert_load(self) -> dict[int, list[int]]:
-        """Tokens that chose each expert since the start, by layer; empty without the option. While steps are in flight,
-        as the workers said last: they answer between two steps. Where a worker is lost, the last answer, too."""
+        """Number of tokens routed to each expert since the start, by layer; empty without the option ``expert_load``.
+        The last known value while steps are in flight (workers reply between steps), or if a worker is lost."""
         if not self._options.expert_load:
             return {}
         try:
@@ -350,7 +349,7 @@ class Engine:
             if not self._in_flight:
                 self._executor.wait(self._expert_load_answer)
             self._executor.poll()
-        except WorkerLostError:  # which ``gpu_memory`` or ``step`` handles
+        except WorkerLostError:  # handled by ``gpu_memory`` or ``step``
             return self._expert_load
         if self._expert_load_answer.done():
             self._expert_load, self._expert_load_answer = self._expert_load_answer.result(), None
@@ -358,29 +357,29 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether there are requests that have not ended, steps in flight, or blocks to store in the host tier."""
+        """True if there are unfinished requests, steps in flight, KV transfers, or blocks to store in the host tier."""
         transfers = self.kv_connector is not None and self.kv_connector.busy
         stores = self.kv_offloading is not None and self.kv_offloading.has_stores and not self.failure
         return self.scheduler.num_unfinished_requests > 0 or bool(self._in_flight) or transfers or stores
 
     @property
     def has_pending(self) -> bool:
-        """Whether ``step`` has to be called although there are no requests, as weights are being loaded, or the engine
-        is being paused or woken up."""
+        """True if ``step`` has to be called even without requests: weights are being loaded, or the engine is being
+        paused or woken up."""
         return self.weights.has_pending or self.sleeper.has_pending
 
     def step(self) -> list[TokenDelta]:
         """Submit steps until ``max_concurrent_batches`` are in flight, then collect the oldest. Returns its deltas, and
         the last deltas of requests that have failed or timed out.
 
-        An error in a step ends the requests of that step. If no step can be computed any more, all requests end, and
-        ``failure`` is set.
+        An error in a step ends the requests of that step. If the workers cannot compute steps any more, all requests
+        end, and ``failure`` is set.
         """
         deltas = self._step()
         return self.kv_connector.exports.take(deltas) if self.kv_connector else deltas
 
     def _step(self) -> list[TokenDelta]:
-        """As ``step``, with the deltas of transfers."""
+        """``step``, with the deltas of the requests of KV exports."""
         deltas = self.scheduler.expire(time.monotonic())
         try:
             if self.kv_connector:
@@ -420,7 +419,7 @@ class Engine:
         return sum(plan.tokens + plan.encoder_tokens for plan, _ in self._in_flight)
 
     def _submit(self, plan: Plan) -> list[TokenDelta] | None:
-        """Send a step. Returns None, or the last deltas of its requests where it could not be sent."""
+        """Submit a step. Returns None, or the last deltas of its requests if it could not be submitted."""
         self.steps, self.last_plan = self.steps + 1, plan
         self.step_counts.record(plan.tokens)
         self._in_flight.append((plan, time.perf_counter()))
@@ -444,7 +443,7 @@ class Engine:
         return None
 
     def _collect(self) -> list[TokenDelta]:
-        """Wait for the oldest step; returns its deltas."""
+        """Wait for the oldest step in flight. Returns its deltas."""
         try:
             output = self._executor.collect()
         except WorkerLostError:
@@ -457,21 +456,21 @@ class Engine:
         if self.kv_connector:
             self.kv_connector.exports.after_step(plan)
         now = time.perf_counter()
-        begun, self._collected = max(submitted, self._collected), now
+        started, self._collected = max(submitted, self._collected), now
         if self.speculation:
-            self.speculation.record_step(plan, output, now - begun)
+            self.speculation.record_step(plan, output, now - started)
         if self.after_step:
-            self.after_step(plan, begun, now)
+            self.after_step(plan, started, now)
         return self.scheduler.update(plan, output)
 
     def _handle_step_error(self, plan: Plan, error: BaseException) -> list[TokenDelta]:
-        """End the requests of a step that failed with ``error``, or all requests where the workers cannot compute any
+        """End the requests of a step that failed with ``error``, or all requests if the workers cannot compute any
         more. Returns their last deltas."""
         if self.kv_connector:
             self.kv_connector.exports.after_step(plan, failed=True)
         deltas = self.scheduler.fail(plan, STEP_FAILED)
         if not isinstance(error, Exception):
-            raise error  # an interrupt, which the caller handles
+            raise error  # KeyboardInterrupt or SystemExit
         logger.error("a step of %d tokens failed", plan.tokens, exc_info=error)
         self._failed_steps += 1
         try:
@@ -484,7 +483,7 @@ class Engine:
         return deltas + self._give_up(failure)
 
     def _give_up(self, failure: Failure) -> list[TokenDelta]:
-        """End all requests, and refuse new ones. Returns the last deltas."""
+        """Set ``failure`` and end all requests. Returns their last deltas."""
         self.failure = failure
         deltas = [delta for plan, _ in self._in_flight for delta in self.scheduler.fail(plan, failure)]
         self._in_flight.clear()
@@ -493,8 +492,8 @@ class Engine:
         ]
 
     def _probe_workers(self) -> bool:
-        """Compute a probe step of one token. Returns False where it fails: the device has failed for good. Returns True
-        without a probe where steps are in flight, which will fail themselves, or where no block is free."""
+        """Compute a step of one token, to find out whether the device still works. Returns True without a probe while
+        steps are in flight (they will fail if it does not), or if no block is free."""
         pool = self.scheduler.device_pool
         if self._in_flight or not pool.num_free:
             return True
@@ -505,7 +504,7 @@ class Engine:
         except WorkerLostError:
             raise
         except Exception:
-            logger.exception("the probe step of a single token failed, too")
+            logger.exception("the probe step of one token failed, too")
             return False
         finally:
             pool.release(blocks)
@@ -518,7 +517,7 @@ class Engine:
         self.sleeper.on_weights()
 
     def _constraint(self, request: EngineRequest) -> GuidedDecodingParams | None:
-        """A request's guided decoding parameters, with the engine's options for JSON applied; None without any."""
+        """Guided decoding parameters of a request, with the engine's JSON options applied; None if unguided."""
         constraint = request.sampling.guided_decoding
         if constraint and self._options.guided_decoding_disable_additional_properties and constraint.json:
             constraint = msgspec.structs.replace(
@@ -534,12 +533,12 @@ def _set_guide(sequence: Sequence, grammar: Grammar) -> None:
 
 
 def _tree_blocks(speculative: SpeculativeConfig | None, options: EngineOptions, blocks: int) -> int:
-    """KV blocks for trees of draft tokens, which no sequence gets.
+    """Number of KV blocks to set aside for verifying trees of draft tokens.
 
-    Raises ``PenstockError`` (``invalid``) where they leave none.
+    Raises ``PenstockError`` (``invalid``) if they leave none for sequences.
     """
     count = speculative.tree.scratch_blocks(options.block_size) if speculative and speculative.tree else 0
     if count >= blocks:
-        words = f"the tree of draft tokens takes {count} KV blocks, and there are {blocks}"
-        raise invalid("speculative_config", words, blocks)
+        message = f"the tree of draft tokens takes {count} KV blocks, but the KV cache has {blocks}; use a smaller tree"
+        raise invalid("speculative_config", message, blocks)
     return count

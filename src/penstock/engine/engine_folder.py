@@ -1,4 +1,4 @@
-"""Builds engine folders (``checkpoint/engine_config.py``): packs a model's weights once, for any number of starts."""
+"""Building engine folders (``checkpoint/engine_config.py``): a model's weights, packed once for all later starts."""
 
 from __future__ import annotations
 
@@ -35,20 +35,22 @@ from penstock.version import __version__
 from .worker.loading import device_of
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes that are packed so far, and those of all, about."""
-POLL = 0.2
-"""Seconds between two calls of it."""
+"""Callback with the number of bytes packed so far, and the approximate total."""
+PROGRESS_INTERVAL = 0.2
+"""Seconds between two calls of ``Progress``, with worker processes."""
 
 
 class RankJob(NamedTuple):
-    """What a worker needs to build a rank."""
+    """Arguments for packing one rank."""
 
     folder: Path
+    """Folder of the checkpoint."""
     output: Path
+    """The engine folder."""
     config: EngineConfig
     options: EngineOptions
     rank: int
-    """Number of its folder."""
+    """Global rank: pipeline stage * tensor_parallel_size + rank within the stage."""
 
 
 def build_engine(
@@ -61,35 +63,34 @@ def build_engine(
     max_shard_size: int = 2**30,
     progress: Progress = lambda done, total: None,
 ) -> EngineConfig:
-    """Build an engine folder of the checkpoint that the options name, for their kernels, formats and ranks.
+    """Build an engine folder from the checkpoint of ``options.model``, for the options' kernels, formats and ranks.
 
-    The same arguments give the same bytes, also after a build that was killed, which is gone on with.
+    The same arguments give the same bytes. A build that was killed is continued.
 
     Args:
-        recorded: options of ``planning.engine_config.RECORDED`` that are to be the defaults of servers.
-        notes: further entries of ``config.json``.
-        workers: processes that pack ranks at the same time.
-        max_shard_size: bytes of a file, about; a worker needs as much memory, and that of the largest matrix.
+        recorded: options of ``planning.engine_config.RECORDED`` that servers use as defaults.
+        notes: additional entries of ``config.json``.
+        workers: number of processes that pack ranks in parallel.
+        max_shard_size: approximate maximum bytes of a file. A worker needs this much memory plus the largest matrix.
 
-    Raises ``PenstockError`` with one sentence where options, checkpoint or folder do not allow it.
+    Raises ``PenstockError`` if the options, the checkpoint or the folder do not allow it.
     """
     folder = Path(options.model) if options.model else demo.CHAT
     model = read_config(folder)
     if engine_config_of(model.raw, folder):
         raise invalid("model", f"{folder} is an engine folder already: name the checkpoint that it was built from")
     if model.has_vision:
-        raise PenstockError(Code.UNSUPPORTED, "model: engine folders of models that see images are not built", "model")
+        raise PenstockError(Code.UNSUPPORTED, "model: engine folders do not support models with image input", "model")
     if model.speech:
-        words = "model: engine folders of models that transcribe audio are not built"
-        raise PenstockError(Code.UNSUPPORTED, words, "model")
+        raise PenstockError(Code.UNSUPPORTED, "model: engine folders do not support speech-to-text models", "model")
     if options.max_model_len > model.max_model_len:
         message = f"is {options.max_model_len}, and this model has a context of {model.max_model_len} tokens"
         raise invalid("max_model_len", message, model.max_model_len)
     if options.quantization == "none":
         options = msgspec.structs.replace(options, quantization=model.quantization)
     device, ranks = device_of(options.device), options.tensor_parallel_size
-    shard_heads(SingleRank(size=ranks), model.num_heads, model.num_kv_heads)  # refuses what cannot be shared
-    size, asked = size_of(model), (options.pipeline_parallel_size, options.pipeline_parallel_layers)
+    shard_heads(SingleRank(size=ranks), model.num_heads, model.num_kv_heads)  # raises if the heads do not divide
+    size, stages = size_of(model), (options.pipeline_parallel_size, options.pipeline_parallel_layers)
     dtype = compute_dtype(model, None if options.dtype == "auto" else getattr(torch, options.dtype), device)
     config = EngineConfig(
         producer=__version__,
@@ -100,8 +101,8 @@ def build_engine(
         quantization=options.quantization,
         tensor_parallel_size=ranks,
         pipeline_parallel_size=options.pipeline_parallel_size,
-        layers=tuple(map(len, split_layers(size, *asked, options.quantization, options.dtype))),
-        mtp=options.pipeline_parallel_size == 1 and _has_mtp(folder, model),  # pipeline stages have none
+        layers=tuple(map(len, split_layers(size, *stages, options.quantization, options.dtype))),
+        mtp=options.pipeline_parallel_size == 1 and _has_mtp(folder, model),  # MTP runs without pipeline stages only
         max_shard_size=max_shard_size,
         options=dict(recorded or {}),
     )
@@ -128,8 +129,8 @@ def build_rank(job: RankJob, progress: Callable[[int], None], threads: int = 0) 
     """Pack and write one rank's weights.
 
     Args:
-        progress: called with the bytes that were packed, or found.
-        threads: of the kernels; 0 is as the options say.
+        progress: called with the number of bytes just packed, or found from an earlier build.
+        threads: number of kernel threads; 0 for the options' number.
     """
     config, options = job.config, job.options
     stage, rank = divmod(job.rank, config.tensor_parallel_size)
@@ -140,14 +141,14 @@ def build_rank(job: RankJob, progress: Callable[[int], None], threads: int = 0) 
     with ExitStack() as stack:
 
         def output(weights: Any) -> EngineOutput:
-            made = EngineOutput(job.output, config, job.rank, weights, progress)
-            stack.enter_context(made.writing())
-            return made
+            engine_output = EngineOutput(job.output, config, job.rank, weights, progress)
+            stack.enter_context(engine_output.writing())
+            return engine_output
 
         loading = LoadOptions(
             dtype=getattr(torch, config.dtype),
             device=device,
-            max_len=1,  # of tables that are made at each start
+            max_len=1,  # length of tables that are not written, but computed at each start
             quantization=config.quantization,
             mtp_heads=config.mtp,
             group=SingleRank(rank, config.tensor_parallel_size),
@@ -157,7 +158,7 @@ def build_rank(job: RankJob, progress: Callable[[int], None], threads: int = 0) 
 
 
 def _has_mtp(folder: Path, model: ModelConfig) -> bool:
-    """Whether the checkpoint has its layers for multi-token prediction: some leave them out."""
+    """True if the checkpoint contains the model's multi-token prediction layers; some omit them."""
     name = f"model.layers.{model.num_layers}.enorm.weight"
     return model.num_mtp_layers > 0 and Checkpoint(folder).has(name)
 
@@ -167,9 +168,9 @@ def _build_in_processes(jobs: list[RankJob], workers: int, progress: Callable[[i
     done = context.Value("q", 0)
     threads, others = max(len(os.sched_getaffinity(0)) // workers, 1), multiprocessing.active_children()
     with ProcessPoolExecutor(workers, context, _start_worker, (os.getpid(), done, threads)) as pool:
-        futures = [pool.submit(_work, job) for job in jobs]
+        futures = [pool.submit(_build_rank, job) for job in jobs]
         try:
-            while wait(futures, POLL, FIRST_EXCEPTION).not_done:
+            while wait(futures, PROGRESS_INTERVAL, FIRST_EXCEPTION).not_done:
                 progress(done.value)
                 if any(future.done() and future.exception() for future in futures):
                     break
@@ -177,10 +178,10 @@ def _build_in_processes(jobs: list[RankJob], workers: int, progress: Callable[[i
                 if future.done():
                     future.result()
         except BrokenProcessPool as error:
-            words = "a worker process was killed, perhaps as memory ran out: run the same command again"
-            raise PenstockError(Code.UNAVAILABLE, f"{words}, with fewer --workers") from error
+            message = "a worker process was killed, perhaps out of memory: run the same command with fewer --workers"
+            raise PenstockError(Code.UNAVAILABLE, message) from error
         finally:
-            if not all(future.done() for future in futures):  # an error, or Ctrl-C: nobody waits for the others
+            if not all(future.done() for future in futures):  # an error, or Ctrl-C: kill the remaining workers
                 for process in multiprocessing.active_children():
                     if process not in others:
                         process.kill()
@@ -205,5 +206,5 @@ def _start_worker(parent: int, done: Any, threads: int) -> None:
     _progress, _threads = add, threads
 
 
-def _work(job: RankJob) -> None:
+def _build_rank(job: RankJob) -> None:
     build_rank(job, _progress, _threads)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 
 LINK_LOST = 86
-"""Exit status of a rank that has lost its connection to a rank of another node: the cause is there."""
+"""Exit status of a rank that has lost its connection to a rank of another node. The cause is on that node."""
 
 
 def exit_reason(status: int) -> str:
-    """Describe a process's return code, which is minus the signal's number where a signal has killed it."""
+    """Describe a process's return code; negative values are signal numbers."""
     if status == LINK_LOST:
         return "it has lost its connection to a rank of another node"
     return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"

@@ -1,4 +1,4 @@
-"""A quicker ``import torch`` for processes that do nothing but run models."""
+"""A faster ``import torch`` for processes that only run models."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 DEFERRED = "torch._meta_registrations"
-"""What operators return for tensors without data. Registering that, with the decompositions of all operators that it
-imports, is a third of the time of importing PyTorch, and only its compiler needs it."""
+"""Module with the operators' implementations for meta tensors. Importing it, with the decompositions of all operators,
+takes a third of the time of ``import torch``, and only PyTorch's compiler needs it."""
 
 
 def import_torch() -> None:
-    """Import ``torch`` without ``DEFERRED``, which is imported before any further module of PyTorch is."""
+    """Import ``torch`` without ``DEFERRED``, which is imported later, before the first further module of PyTorch."""
     if "torch" in sys.modules:
         return
     sys.modules[DEFERRED] = ModuleType(DEFERRED)
@@ -24,11 +24,11 @@ def import_torch() -> None:
     finally:
         del sys.modules[DEFERRED]
     vars(torch).pop("_meta_registrations", None)
-    sys.meta_path.insert(0, _Before())
+    sys.meta_path.insert(0, _DeferredImport())
 
 
-class _Before(Loader):
-    """Finds the first further module of PyTorch, and loads it after ``DEFERRED``, which may import it itself."""
+class _DeferredImport(Loader):
+    """Import hook that imports ``DEFERRED`` before the first further module of PyTorch, which it may import itself."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if not name.startswith("torch."):

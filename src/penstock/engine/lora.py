@@ -1,4 +1,4 @@
-"""The LoRA adapters of an engine: loading them into slots of the workers, and unloading them after their requests."""
+"""LoRA adapters of an engine: loading them into slots of the workers, and unloading them once no request uses them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadedAdapter:
-    """An adapter that requests may name."""
+    """An adapter that requests can use."""
 
     path: str
     key: str
-    """Marks the adapter's requests and their blocks in the prefix cache: a digest of the adapter's contents, the same
-    in all engines."""
+    """Digest of the adapter's contents, the same in all engines. Identifies the adapter in requests and in the prefix
+    cache."""
     slot: int
-    """Adapters with equal contents share one."""
+    """Slot in the workers; adapters with equal contents share one."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,17 @@ class PendingLoad:
     path: str
     slot: int
     reply: Future[str]
-    """The workers' reply, the key."""
+    """Reply of the workers: the adapter's key."""
     done: Future[None]
-    """Done once requests may name the adapter."""
+    """Done once requests can use the adapter."""
 
 
 class LoRAManager:
-    """Loads and unloads the adapters of one model. Use it in the thread that runs the steps.
+    """Loads and unloads the adapters of one model. Not thread-safe: use it in the thread that runs the steps.
 
     Args:
-        scheduler: has the slots of adapters that requests use, which this class updates.
-        max_loras: adapters that may be loaded at the same time; 0 refuses all.
+        scheduler: its ``builder.lora_slots`` is updated.
+        max_loras: maximum number of loaded adapters; 0 disables LoRA.
     """
 
     def __init__(self, executor: Executor, scheduler: Scheduler, max_loras: int) -> None:
@@ -55,28 +55,28 @@ class LoRAManager:
         self._loaded: dict[str, LoadedAdapter] = {}
         self._loading: dict[str, PendingLoad] = {}
         self._unloading: list[LoadedAdapter] = []
-        """Unloaded adapters that requests still use."""
-        self._unwanted: list[PendingLoad] = []
-        """Adapters that were unloaded while the workers loaded them."""
+        """Unloaded adapters that unfinished requests still use."""
+        self._cancelled_loads: list[PendingLoad] = []
+        """Adapters that were unloaded while the workers were loading them."""
         self._free_slots = list(range(max_loras))
         self._lora_slots = scheduler.builder.lora_slots
         self.has_pending = False
-        """Whether loads or unloads are pending, so that ``process_pending`` has to be called."""
+        """True if loads or unloads are pending: ``process_pending`` has to be called."""
 
     @property
     def paths(self) -> dict[str, str]:
-        """Name → folder of each adapter that is loaded or being loaded."""
+        """Folders of the adapters that are loaded or being loaded, by name."""
         paths = {name: adapter.path for name, adapter in self._loaded.items()}
         return paths | {name: load.path for name, load in self._loading.items()}
 
     def names(self, keys: set[str]) -> list[str]:
-        """The names of loaded adapters by their keys, sorted."""
+        """Sorted names of the loaded adapters with these keys."""
         return sorted(name for name, adapter in self._loaded.items() if adapter.key in keys)
 
     def key(self, name: str) -> str:
-        """The key of a loaded adapter, which identifies its contents.
+        """Key (``LoadedAdapter.key``) of a loaded adapter.
 
-        Raises ``PenstockError``: ``not_found`` where there is no such adapter, ``unavailable`` while it is loading.
+        Raises ``PenstockError``: ``not_found`` for an unknown adapter, ``unavailable`` while it is being loaded.
         """
         if adapter := self._loaded.get(name):
             return adapter.key
@@ -85,12 +85,12 @@ class LoRAManager:
         raise PenstockError(Code.NOT_FOUND, f"adapter {name[:200]!r} is not loaded", "adapter")
 
     def load(self, name: str, path: str) -> Future[None]:
-        """Start to load an adapter. Does nothing where it is loaded from this folder already.
+        """Start to load an adapter. Does nothing if it is already loaded, or being loaded, from this folder.
 
         Returns:
-            A future that ``process_pending`` completes once requests may name the adapter, or with a ``PenstockError``.
+            A future that ``process_pending`` completes once requests can use the adapter, or with a ``PenstockError``.
 
-        Raises ``PenstockError`` where it cannot be loaded.
+        Raises ``PenstockError`` if it cannot be loaded.
         """
         if not self._needs_load(name, path) and name in self._loading:
             return self._loading[name].done
@@ -104,27 +104,27 @@ class LoRAManager:
         return future
 
     def unload(self, name: str) -> None:
-        """Unload an adapter for new requests; unfinished ones keep it, and its slot. One that is being loaded fails to
-        load.
+        """Unload an adapter. It keeps its slot until the unfinished requests that use it end. If it is being loaded,
+        the load fails.
 
-        Raises ``PenstockError`` (``not_found``) where it is not loaded.
+        Raises ``PenstockError`` (``not_found``) if it is not loaded.
         """
         if load := self._loading.pop(name, None):
-            self._unwanted.append(load)
+            self._cancelled_loads.append(load)
             self.has_pending = True
-            words = f"adapter {name!r} was unloaded while it was being loaded"
-            load.done.set_exception(PenstockError(Code.UNAVAILABLE, words, "lora_name"))
+            message = f"adapter {name!r} was unloaded while it was being loaded"
+            load.done.set_exception(PenstockError(Code.UNAVAILABLE, message, "lora_name"))
             return
         if name not in self._loaded:
             raise PenstockError(Code.NOT_FOUND, f"adapter {name[:200]!r} is not loaded", "lora_name")
         adapter = self._loaded.pop(name)
         if adapter.key not in {other.key for other in self._loaded.values()}:
             self._unloading.append(adapter)
-        logger.info("adapter %s is unloaded", name)
+        logger.info("unloaded LoRA adapter %s", name)
         self.process_pending()
 
     def process_pending(self) -> None:
-        """Complete loads that the workers have finished, and free the slots of unloaded adapters without requests."""
+        """Complete loads that the workers have finished, and free the slots of unloaded adapters no longer in use."""
         if self._unloading:
             in_use = self._keys_in_use()
             for adapter in [adapter for adapter in self._unloading if adapter.key not in in_use]:
@@ -133,8 +133,8 @@ class LoRAManager:
                 self._executor.call(UnloadLoRA(adapter.slot))
                 self._free_slots.append(adapter.slot)
         self._executor.poll()
-        for load in [load for load in self._unwanted if load.reply.done()]:
-            self._unwanted.remove(load)
+        for load in [load for load in self._cancelled_loads if load.reply.done()]:
+            self._cancelled_loads.remove(load)
             if not load.reply.exception():
                 self._executor.call(UnloadLoRA(load.slot))
             self._free_slots.append(load.slot)
@@ -147,17 +147,17 @@ class LoRAManager:
                 self._free_slots.append(load.slot)
                 if not isinstance(error, PenstockError):
                     logger.error("adapter %s could not be read", name, exc_info=error)
-                    error = PenstockError(Code.INTERNAL, "the adapter could not be read; the log says why")
+                    error = PenstockError(Code.INTERNAL, "the adapter could not be read; see the server's log")
                 load.done.set_exception(error)
                 continue
             self._loaded[name] = LoadedAdapter(load.path, key := load.reply.result(), self._slot_of(key, load.slot))
-            logger.info("adapter %s is loaded from %s", name, load.path)
+            logger.info("loaded LoRA adapter %s from %s", name, load.path)
             load.done.set_result(None)
-        self.has_pending = bool(self._loading or self._unloading or self._unwanted)
+        self.has_pending = bool(self._loading or self._unloading or self._cancelled_loads)
 
     def _slot_of(self, key: str, slot: int) -> int:
-        """The slot of an adapter that was loaded into ``slot``: where another with the same contents has one already,
-        that one, and ``slot`` is free again."""
+        """Final slot of an adapter that was loaded into ``slot``. If an adapter with equal contents has a slot already,
+        that slot is shared, and ``slot`` is freed."""
         if (shared := self._lora_slots.setdefault(key, slot)) != slot:
             self._unloading = [adapter for adapter in self._unloading if adapter.key != key]
             self._executor.call(UnloadLoRA(slot))
@@ -165,7 +165,7 @@ class LoRAManager:
         return shared
 
     def wait(self, future: Future[None]) -> None:
-        """Wait for a load. Raises ``PenstockError`` where it failed."""
+        """Wait for a load. Raises ``PenstockError`` if it failed."""
         while not future.done():
             for load in list(self._loading.values()):
                 self._executor.wait(load.reply)
@@ -173,13 +173,13 @@ class LoRAManager:
         future.result()
 
     def _needs_load(self, name: str, path: str) -> bool:
-        """Whether the adapter has to be loaded; False where it is loaded, or being loaded, from this folder.
+        """True unless the adapter is already loaded, or being loaded, from this folder.
 
-        Raises ``PenstockError`` where it cannot be loaded.
+        Raises ``PenstockError`` if it cannot be loaded.
         """
         if not self._max_loras:
-            words = "this engine runs without LoRA adapters: start it with enable_lora"
-            raise PenstockError(Code.UNSUPPORTED, words, "lora_name")
+            message = "this engine runs without LoRA adapters: start it with enable_lora"
+            raise PenstockError(Code.UNSUPPORTED, message, "lora_name")
         if not name or not path:
             raise invalid("lora_path" if name else "lora_name", "must not be empty")
         if (loaded_from := self.paths.get(name)) is not None:
@@ -189,7 +189,7 @@ class LoRAManager:
         self.process_pending()
         if not self._free_slots:
             count = len(self._unloading)
-            unloading = f", {count} of them until the requests that use them end" if count else ""
-            words = f"{self._max_loras} adapters are loaded (max_loras){unloading}; unload one first"
-            raise invalid("lora_name", words, self._max_loras)
+            unloading = f", {count} of them only until the requests that use them end" if count else ""
+            message = f"{self._max_loras} adapters are loaded (max_loras){unloading}; unload one first"
+            raise invalid("lora_name", message, self._max_loras)
         return True

@@ -1,16 +1,16 @@
-"""What may be asked of an engine as a whole: names that engine, server and Python callers share."""
+"""Modes of weight updates, pause and sleep, shared by the engine, the server and Python callers."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-Running = Literal["finish", "recompute"]
-"""What becomes of running sequences when weights change: they finish on the old ones, while new sequences wait; or they
-are preempted, and computed again with the new weights, which go on after the tokens that were generated. Sequences
-whose clients do not read are never waited for."""
+WeightUpdateMode = Literal["finish", "recompute"]
+"""How running sequences are handled during a weight update. ``finish``: they finish with the old weights, while new
+sequences wait. ``recompute``: they are preempted, and continue with the new weights after the tokens generated so far.
+The update never waits for sequences whose clients do not read."""
 PauseMode = Literal["abort", "wait", "keep"]
-"""What becomes of requests when the engine is paused: they fail; those that have begun finish; or they stay where they
-are. In the last two cases the others wait in the queue, as do those that come later."""
+"""How requests are handled when the engine is paused. ``abort``: they are aborted. ``wait``: those that have started
+finish. ``keep``: they stay as they are. With ``wait`` and ``keep``, waiting and new requests stay in the queue."""
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 TAGS = (WEIGHTS, KV_CACHE)
-"""Parts of an engine that sleep frees, and that ``wake_up`` may name."""
+"""Parts of an engine that sleep frees; ``wake_up`` can restore them one by one."""

@@ -1,5 +1,4 @@
-"""Spans of requests in an engine: queue, prefill and decode, made when a request has ended, of the times of its
-sequences."""
+"""Trace spans of requests in an engine (queue, prefill, decode), recorded when a request ends."""
 
 from __future__ import annotations
 
@@ -15,18 +14,14 @@ if TYPE_CHECKING:
 
 
 class RequestSpans:
-    """Records the spans of traced requests. A computed prompt and its tokens are the first sequence's; tokens, events
-    and the end are those of all."""
+    """Records the spans of traced requests. Queue, prefill and first token are those of the request's first sequence;
+    output tokens and preemptions are those of all its sequences."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
 
     def record(self, group: SequenceGroup, failure: Failure | None) -> None:
-        """A request has ended.
-
-        Args:
-            failure: why, where it has not finished.
-        """
+        """Record a request that has ended; ``failure`` is None if it has finished."""
         request, first, now = group.request, group.first, time.monotonic()
         if not request.is_sampled:
             return
@@ -63,7 +58,7 @@ class RequestSpans:
 
 
 def _end(span: Span, end: float | None, now: float, failure: Failure | None) -> None:
-    """End a span at ``end``, or, where the request has not come so far, with it and its failure."""
+    """End a span at ``end``; if that is None, now, with the request's failure if it has one."""
     if end is None and failure:
         span.fail(failure.code.value, failure.message)
     span.end(now if end is None else end)

@@ -1,4 +1,4 @@
-"""Pausing an engine, and putting it to sleep: without its KV cache, and without its weights."""
+"""Pausing an engine, and putting it to sleep, which frees its KV cache and weights."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .weights import WeightsManager
 logger = logging.getLogger(__name__)
 
 LEVELS = (0, 1, 2)
-PAUSED = Failure(Code.UNAVAILABLE, "the engine was paused, and open requests were aborted; send it again later")
+PAUSED = Failure(Code.UNAVAILABLE, "the request was aborted because the engine was paused; send it again later")
 
 
 class SleepManager:
-    """Pauses an engine and puts it to sleep. Use it in the thread that runs the steps.
+    """Pauses an engine and puts it to sleep. Not thread-safe: use it in the thread that runs the steps.
 
     Args:
-        weights: reloads weights that were dropped.
+        weights: reloads dropped weights at ``wake_up``.
     """
 
     def __init__(self, executor: Executor, scheduler: Scheduler, weights: WeightsManager) -> None:
@@ -33,133 +33,131 @@ class SleepManager:
         self._scheduler = scheduler
         self._weights = weights
         self.asleep: set[str] = set()
-        """Parts that were freed: ``weights``, ``kv_cache``."""
+        """Parts that are freed: ``weights``, ``kv_cache``."""
         self.is_paused = False
-        """Whether the engine computes no steps, as it was paused or sleeps."""
-        self.forgets_weights = False
-        """Whether weights that are dropped cannot be read again, as the folder that they came from is gone."""
-        self._then: Callable[[], None] | None = None
-        """What is to be done once no step is in flight."""
-        self._done: Future[None] | None = None
-        """The result of the call that is pending."""
-        self._waits = False
-        """Whether sequences that have begun are waited for."""
-        self._wanted: set[str] = set()
-        """Parts that are being brought back."""
+        """True if the engine computes no steps: it is paused or asleep."""
+        self.cannot_reload_weights = False
+        """True if the weights were loaded from a temporary folder: once dropped, they cannot be reloaded."""
+        self._after_steps: Callable[[], None] | None = None
+        """Rest of a pending ``pause`` or ``sleep``, called once no step is in flight."""
+        self._pending: Future[None] | None = None
+        """Result of the pending ``pause``, ``sleep`` or ``wake_up``."""
+        self._waits_for_started = False
+        """True if the pending call waits for the end of started sequences."""
+        self._waking: set[str] = set()
+        """Parts to restore by the pending ``wake_up``."""
         self._reloading: Future[str] | None = None
-        """Weights that are being read again, then that they are in use."""
+        """Pending load of the weights, then, with ``_committed``, their pending commit."""
         self._committed = False
         self._deltas: list[TokenDelta] = []
         self.has_pending = False
-        """Whether ``poll`` has to be called."""
+        """True if ``poll`` has to be called."""
 
     def pause(self, mode: PauseMode = "abort", clear_cache: bool = True) -> Future[None]:
-        """Compute no steps until ``resume``; requests that come wait in the queue.
+        """Compute no steps until ``resume``; new requests wait in the queue. Returns a future that is done when no step
+        is in flight any more.
 
         Args:
-            clear_cache: empty the prefix cache, unless requests are kept.
-
-        Returns:
-            A future that is done when no step is computed any more.
+            clear_cache: empty the prefix cache; ignored with mode ``keep``.
         """
 
-        def then() -> None:
+        def after_steps() -> None:
             if clear_cache and mode != "keep":
                 self._scheduler.device_pool.clear_cache()
 
-        return self._stop(mode, then)
+        return self._stop(mode, after_steps)
 
     def resume(self) -> None:
         """Compute steps again after ``pause``. Raises ``PenstockError`` (``unavailable``) while the engine sleeps."""
         if self.asleep:
-            raise PenstockError(Code.UNAVAILABLE, "the engine sleeps; wake it up first")
-        if self._done:
-            self._finish(PenstockError(Code.CANCELLED, "the engine was resumed before it was paused"))
+            raise PenstockError(Code.UNAVAILABLE, "the engine is asleep; wake it up first")
+        if self._pending:
+            self._finish(PenstockError(Code.CANCELLED, "the engine was resumed before the pause was complete"))
         self.is_paused = False
         self._scheduler.hold("pause", None)
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> Future[None]:
-        """Pause the engine, then free its KV cache, and with level 2 its weights. Level 1 keeps weights on a CPU, and
-        drops those on a GPU, to be read again; level 0 is ``pause``.
+        """Pause the engine and free memory. Returns a future that is done when the memory is free.
 
-        Returns:
-            A future that is done when the memory is free.
+        Args:
+            level: 0 only pauses. 1 frees the KV cache, and on a GPU also the weights, which ``wake_up`` reads again.
+                2 frees KV cache and weights on any device.
         """
         if level not in LEVELS:
-            raise invalid("level", f"is one of 0, 1 and 2, not {level}")
+            raise invalid("level", f"must be 0, 1 or 2, is {level}")
         if not level:
             return self.pause(mode)
         if self._weights.is_changing:
-            raise PenstockError(Code.UNAVAILABLE, "weights are being loaded; put it to sleep afterwards")
+            raise PenstockError(Code.UNAVAILABLE, "weights are being loaded; put the engine to sleep afterwards")
 
-        def then() -> None:
-            if mode == "abort":  # what has come while the last step was computed
+        def after_steps() -> None:
+            if mode == "abort":  # requests that arrived while the last step was computed
                 self._abort_all()
             self._scheduler.forget_kv()
             dropped = self._executor.run(FreeMemory(level))
             self.asleep |= {KV_CACHE, WEIGHTS} if dropped else {KV_CACHE}
-            logger.info("asleep, without %s", " and ".join(sorted(self.asleep)))
+            logger.info("the engine is asleep; freed %s", " and ".join(sorted(self.asleep)))
 
-        return self._stop(mode, then)
+        return self._stop(mode, after_steps)
 
     def wake_up(self, tags: Collection[str] | None = None) -> Future[None]:
-        """Bring back what ``sleep`` has freed. Once nothing is missing, requests are computed again.
+        """Restore what ``sleep`` has freed. Steps are computed again once all parts are restored.
 
         Args:
-            tags: ``weights``, ``kv_cache``; None is both.
+            tags: parts to restore: ``weights``, ``kv_cache``; None for both.
 
         Returns:
-            A future that is done once they are there. ``PenstockError`` where weights cannot be read again; the engine
-            sleeps on.
+            A future that is done once the parts are restored. If that fails, it raises ``PenstockError``, and the
+            engine stays asleep.
 
-        Raises ``PenstockError`` where that is impossible.
+        Raises ``PenstockError`` for an unknown tag, while another call is pending, or if weights cannot be reloaded.
         """
         if unknown := set(tags or ()) - set(TAGS):
-            raise invalid("tags", f"{min(unknown)!r} is none of {' and '.join(TAGS)}")
-        if self._done:
+            raise invalid("tags", f"must be {' or '.join(TAGS)}, is {min(unknown)!r}")
+        if self._pending:
             raise PenstockError(Code.UNAVAILABLE, "the engine is being paused or woken up; try again soon")
-        wanted = set(TAGS if tags is None else tags) & self.asleep
-        if WEIGHTS in wanted and self.forgets_weights:
+        waking = set(TAGS if tags is None else tags) & self.asleep
+        if WEIGHTS in waking and self.cannot_reload_weights:
             if tags is None:
-                words = "the weights in use were given by update_weights and are dropped: give weights, then wake it up"
-                raise PenstockError(Code.UNAVAILABLE, words, "tags")
-            wanted.remove(WEIGHTS)  # update_weights brings them
-        if WEIGHTS in wanted:
+                message = "the dropped weights came from update_weights: call update_weights again, then wake_up"
+                raise PenstockError(Code.UNAVAILABLE, message, "tags")
+            waking.remove(WEIGHTS)  # update_weights restores them
+        if WEIGHTS in waking:
             self._reloading, self._committed = self._weights.load(), False
-        self._done, self._wanted, self.has_pending = Future(), wanted, True
-        return self._done
+        self._pending, self._waking, self.has_pending = Future(), waking, True
+        return self._pending
 
     def on_weights(self) -> None:
-        """Weights were loaded, whoever asked for it."""
+        """Record that weights are in use again, after ``wake_up`` or a weight update."""
         if WEIGHTS in self.asleep:
             self.asleep.remove(WEIGHTS)
             self._resume_if_awake()
 
     def poll(self, num_in_flight: int) -> list[TokenDelta]:
-        """Go on with what is pending, between two steps. Returns the last deltas of aborted requests. Raises
+        """Advance the pending call between two steps. Returns the last deltas of aborted requests. Raises
         ``WorkerLostError``."""
-        if self._then:
-            if self._waits and not self._scheduler.has_started_sequences:
-                self._waits = False
+        if self._after_steps:
+            if self._waits_for_started and not self._scheduler.has_started_sequences:
+                self._waits_for_started = False
                 self._scheduler.hold("pause", "all")
-            if not self._waits and not num_in_flight:
-                then, self._then = self._then, None
-                then()
+            if not self._waits_for_started and not num_in_flight:
+                after_steps, self._after_steps = self._after_steps, None
+                after_steps()
                 self._finish()
-        elif self._done:
+        elif self._pending:
             self._wake()
-        deltas, self._deltas, self.has_pending = self._deltas, [], self._done is not None
+        deltas, self._deltas, self.has_pending = self._deltas, [], self._pending is not None
         return deltas
 
-    def _stop(self, mode: PauseMode, then: Callable[[], None]) -> Future[None]:
-        if self._done:
+    def _stop(self, mode: PauseMode, after_steps: Callable[[], None]) -> Future[None]:
+        if self._pending:
             raise PenstockError(Code.UNAVAILABLE, "the engine is being paused or woken up; try again soon")
         if mode == "abort":
             self._abort_all()
-        self.is_paused, self._waits = True, mode == "wait"
-        self._scheduler.hold("pause", "new" if self._waits else "all")
-        self._then, self._done, self.has_pending = then, Future(), True
-        return self._done
+        self.is_paused, self._waits_for_started = True, mode == "wait"
+        self._scheduler.hold("pause", "new" if self._waits_for_started else "all")
+        self._after_steps, self._pending, self.has_pending = after_steps, Future(), True
+        return self._pending
 
     def _abort_all(self) -> None:
         for request_id in self._scheduler.request_ids():
@@ -176,30 +174,30 @@ class SleepManager:
             if not self._committed:
                 self._reloading, self._committed = self._weights.commit("recompute"), True
                 return
-        if KV_CACHE in self._wanted & self.asleep:
+        if KV_CACHE in self._waking & self.asleep:
             try:
                 self._executor.run(AllocateCache())
             except WorkerLostError:
                 raise
             except Exception as error:
-                logger.error("the KV cache could not be allocated again", exc_info=error)
-                words = f"the KV cache could not be allocated again ({error}); free memory, then wake it up again"
-                self._finish(PenstockError(Code.UNAVAILABLE, words))
+                logger.error("the KV cache could not be allocated", exc_info=error)
+                message = f"the KV cache could not be allocated ({error}); free memory, then wake the engine up again"
+                self._finish(PenstockError(Code.UNAVAILABLE, message))
                 return
             self.asleep.remove(KV_CACHE)
         self._resume_if_awake()
         self._finish()
 
     def _resume_if_awake(self) -> None:
-        if self.is_paused and not self.asleep and not self._then:
+        if self.is_paused and not self.asleep and not self._after_steps:
             self.is_paused = False
             self._scheduler.hold("pause", None)
-            logger.info("awake")
+            logger.info("the engine is awake")
 
     def _finish(self, error: BaseException | None = None) -> None:
-        done, self._done, self._then = self._done, None, None
-        assert done
+        pending, self._pending, self._after_steps = self._pending, None, None
+        assert pending
         if error:
-            done.set_exception(error)
+            pending.set_exception(error)
         else:
-            done.set_result(None)
+            pending.set_result(None)

@@ -1,8 +1,8 @@
-"""The messages between scheduler and workers: the input of a step, its output, and calls between two steps.
+"""Messages between scheduler and workers: the input of a step, its output, and calls between two steps.
 
-Everything here can be sent to another process: numbers, arrays and plain structs, and no ``Sequence``. A running
-sequence is a *row* of the workers' batch. A worker keeps each row's tokens and block table from step to step, so that
-a step carries only what has changed. Arrays are int32 unless another dtype is given.
+All messages can be sent to another process. A running sequence is a *row* of the workers' batch. A worker keeps each
+row's tokens and block table from step to step, so that a step carries only what has changed. Arrays are int32 unless
+another dtype is given.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from penstock.core.audio import AudioInput
 from penstock.core.multimodal import ImageInput
 
 EMPTY = np.zeros(0, np.int32)
-"""The default of arrays. Use this object, and no other array without elements: fields that have it are not sent."""
+"""Default of array fields. Use this object for every empty array: fields with this object are not sent."""
 MAX_VALUE_BYTES = 2**32 - 1
-"""Maximum bytes of one array or byte string of a message: MessagePack has 32 bits for their length."""
+"""Maximum bytes of one array or byte string of a message: MessagePack stores their length in 32 bits."""
 NO_TOKEN_ALLOWED = (
     "no token can be sampled: allowed_token_ids, bad words, min_tokens and the grammar together exclude every token; "
     "relax one of them"
 )
-"""Message of the failure of a sequence that cannot continue."""
+"""Error message for a sequence that cannot continue."""
 
 
 class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
-    """The tokens of a row that stand for an image's features."""
+    """Placeholder tokens of an image in a row."""
 
     content_hash: bytes
     """``ImageInput.content_hash``."""
     start: int
     end: int
     bidirectional: bool
-    """As ``ImageInput.bidirectional``."""
+    """``ImageInput.bidirectional``."""
 
 
 class NewRow(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence that starts to run, for the first time or again after preemption."""
+    """A sequence that starts, or starts again after preemption."""
 
     row: int
     token_ids: np.ndarray
     """``[tokens]``: prompt and output so far."""
     prompt_length: int
     num_computed: int
-    """Leading tokens whose keys and values are in its blocks already, from the prefix cache or swapped in."""
+    """Number of leading tokens whose KV is in its blocks already, from the prefix cache or swapped in."""
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]
     """Tokens that end the sequence, end-of-sequence tokens included."""
@@ -55,55 +55,55 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     index: int
     """Index of the sequence in its request."""
     lora_slot: int = -1
-    """Slot of its LoRA adapter; -1 for none."""
+    """Slot of its LoRA adapter; -1 without."""
     num_candidates: int = 0
-    """For a beam: number of likeliest next tokens to return. 0 for a sequence that samples."""
+    """Number of most likely next tokens to return for a beam; 0 without beam search."""
     prompt_logprobs: int | None = None
-    """Number of alternatives to return with each prompt token; None for no prompt logprobs."""
+    """Number of top logprobs to return per prompt token; None without prompt logprobs."""
     context_logits: bool = False
     """Whether to return the logits after each prompt token."""
     pooling: Literal["", "last", "cls", "mean", "all"] = ""
-    """Hidden states to return in place of sampling: the last or first prompt token's, or all (``mean``, ``all``)."""
+    """Hidden states to return instead of sampling: of the last or first prompt token, or of all (``mean``, ``all``)."""
     image_spans: list[ImageSpan] = []
     mrope_positions: np.ndarray = EMPTY
-    """``[3, prompt_length]``: positions of the prompt's tokens in time, height and width, of which a model with M-RoPE
-    computes rotary embeddings; empty where all three are the place in the sequence."""
+    """``[3, prompt_length]``: M-RoPE positions of the prompt's tokens in time, height and width; empty if all three
+    equal the token's index."""
     head: str = ""
-    """Head of the model (``Model.heads``) whose output for the pooled states is returned in their place."""
+    """Head of the model (``Model.heads``) that is applied to the pooled states; its output is returned instead."""
     pooling_token_ids: tuple[int, ...] = ()
-    """Tokens whose logits are returned in their place."""
+    """Tokens whose logits are returned instead of hidden states."""
     second_text: int = 0
-    """As ``EngineRequest.second_text``."""
+    """``EngineRequest.second_text``."""
     audio: AudioInput | None = None
-    """As ``EngineRequest.audio``."""
+    """``EngineRequest.audio``."""
 
 
 class RowUpdates(msgspec.Struct, omit_defaults=True):
-    """Changes of the workers' rows and blocks before a step, applied in the order of these fields.
+    """Changes to the workers' rows and blocks before a step, applied in the order of these fields.
 
-    ``tokens`` and ``tables`` are concatenated segments: ``row, first, count`` and then ``count`` values each.
+    ``tokens`` and ``tables`` are concatenated segments: ``row, first, count``, then ``count`` values.
     """
 
     stores: np.ndarray = EMPTY
     """``[2 * n]``: device block and slot of each copy to the host tier of the prefix cache."""
     swap_out: np.ndarray = EMPTY
-    """``[2 * n]``: device block and host block of each copy to the host tier."""
+    """``[2 * n]``: device block and host block of each block swapped out."""
     swap_in: np.ndarray = EMPTY
-    """``[2 * n]``: host block and device block of each copy from the host tier."""
+    """``[2 * n]``: host block and device block of each block swapped in."""
     copies: np.ndarray = EMPTY
-    """``[2 * n]``: source and target, both device blocks, of each copy on write."""
+    """``[2 * n]``: source and target device block of each copy on write."""
     loads: np.ndarray = EMPTY
     """``[2 * n]``: slot and device block of each copy from the host tier of the prefix cache."""
     beam_steps: np.ndarray = EMPTY
-    """``[4 * n]``: row, parent row, position, token. The beam in ``row`` becomes the parent's tokens before
-    ``position``, as they were before this update, followed by ``token``."""
+    """``[4 * n]``: row, parent row, position, token. The tokens of ``row`` become the parent's tokens before
+    ``position`` (as of before this update), followed by ``token``."""
     new: list[NewRow] = []
     tokens: np.ndarray = EMPTY
-    """Segments of tokens from position ``first`` on. They replace the row's tokens there."""
+    """Segments of tokens that replace those of the row from position ``first`` on."""
     tables: np.ndarray = EMPTY
-    """Segments of block numbers, from index ``first`` of the row's block table on."""
+    """Segments of block numbers that replace those of the row's block table from index ``first`` on."""
     forks: np.ndarray = EMPTY
-    """``[3 * n]``: row, parent row, index of the sequence. The row becomes a copy of its parent."""
+    """``[3 * n]``: row, parent row, index of the sequence in its request. The row becomes a copy of its parent."""
 
     @staticmethod
     def segments(flat: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
@@ -116,8 +116,8 @@ class RowUpdates(msgspec.Struct, omit_defaults=True):
 
 
 class StepInput(msgspec.Struct, tag=True, omit_defaults=True):
-    """A step. Item ``i`` computes tokens ``starts[i]`` to ``starts[i] + lengths[i]`` of row ``rows[i]``, and the draft
-    tokens that follow them."""
+    """Input of a step. Item ``i`` computes tokens ``starts[i]`` to ``starts[i] + lengths[i]`` of row ``rows[i]``, and
+    the draft tokens that follow them."""
 
     updates: RowUpdates
     rows: np.ndarray
@@ -127,29 +127,29 @@ class StepInput(msgspec.Struct, tag=True, omit_defaults=True):
     lengths: np.ndarray
     """``[items]``"""
     needs_sample: np.ndarray
-    """``[items]`` bool: whether the row samples the next token; rows that this step forks from it then sample, too."""
+    """``[items]`` bool: True if the row, and rows that this step forks from it, sample the next token."""
     drafts: np.ndarray = EMPTY
-    """``[items]``: number of draft tokens; empty where no item has any."""
+    """``[items]``: number of draft tokens; empty if no item has any."""
     draft_token_ids: np.ndarray = EMPTY
-    """``[drafts.sum()]``: the draft tokens of all items, concatenated."""
+    """``[drafts.sum()]``: draft tokens of all items, concatenated."""
     draft_parents: np.ndarray = EMPTY
-    """``[drafts.sum()]``: index of the draft token before each among those of its item, -1 for the item's last token.
-    Draft tokens are in depth-first order; empty where each follows the one before it."""
+    """``[drafts.sum()]``: index of each draft token's parent among the draft tokens of its item, -1 for the item's last
+    token. Draft tokens are in depth-first order. Empty if all drafts are chains, not trees."""
     has_grammar_bitmask: bool = False
-    """Whether a grammar bitmask follows (``Executor.submit``)."""
+    """True if a grammar bitmask follows (``Executor.submit``)."""
     export_places: np.ndarray = EMPTY
-    """``[lengths.sum()]``: where keys and values of each computed token are exported in the transfer buffer
-    (``ops.Batch.export_places``), -1 for none; empty where no token is exported."""
+    """``[lengths.sum()]``: position in the transfer buffer to which each computed token's KV is exported
+    (``ops.Batch.export_places``), -1 for tokens that are not exported; empty if none is."""
     export_step: int = 0
-    """Number of the step in the ranks' progress (``ops.LayerExport.progress``), where tokens are exported."""
+    """Number of the step in the ranks' progress (``ops.LayerExport.progress``), if tokens are exported."""
     evicted_images: list[bytes] = []
-    """Content hashes of images whose features the workers are to drop, before they encode others."""
+    """Content hashes of images whose features the workers drop, before they encode others."""
     encoded_images: list[ImageInput] = []
-    """Images to encode before the step, whose features the workers keep."""
+    """Images that the workers encode before the step. They keep the features."""
 
 
 class Candidates(NamedTuple):
-    """The likeliest next tokens of a beam, the best first."""
+    """The most likely next tokens of a beam, the best first."""
 
     token_ids: np.ndarray
     """``[candidates]`` int64."""
@@ -158,31 +158,31 @@ class Candidates(NamedTuple):
 
 
 class SampledTokens(NamedTuple):
-    """What a row sampled in a step: tokens, or for a beam its candidates, or a failure."""
+    """Result of sampling for a row: tokens, or a beam's candidates, or a failure."""
 
     token_ids: list[int]
-    """The accepted draft tokens and the token sampled after them; empty for a beam, and where there is a failure."""
+    """Accepted draft tokens and the token sampled after them; empty for a beam, and after a failure."""
     logprobs: list[list[Logprob]] | None = None
-    """For each token its logprob, followed by those of the alternatives; None unless requested."""
+    """Per token: its logprob, followed by the top logprobs; None unless requested."""
     logits: list[bytes] | None = None
-    """For each token the logits it was sampled from, ``[vocabulary]`` float32; None unless requested."""
+    """Per token: the logits it was sampled from, ``[vocabulary]`` float32; None unless requested."""
     candidates: Candidates | None = None
-    """For a beam, in place of tokens."""
+    """Candidates of a beam; None without beam search."""
     failure: Failure | None = None
-    """Why no token could be sampled; the sequence ends with it."""
+    """Error that ends the sequence, since no token could be sampled."""
 
 
 class StepOutput(NamedTuple):
-    """The output of a step. Items are those of ``StepInput``, by index."""
+    """The output of a step. Dictionaries are keyed by the index of the item in ``StepInput``."""
 
     sampled: list[SampledTokens]
-    """One for each row that samples, in the order of the items; rows forked in this step follow their parent."""
+    """One entry per row that samples, in the order of the items; rows forked in this step follow their parent."""
     prompt_logprobs: dict[int, list[list[Logprob]]] = {}  # noqa: RUF012 - a tuple's default, never written
-    """By item, where requested: logprobs of the prompt tokens that follow those computed."""
-    context_logits: dict[int, bytes] = {}  # noqa: RUF012 - likewise
-    """By item, where requested: logits after each computed prompt token, ``[tokens, vocabulary]`` float32."""
-    pooler_hidden_states: dict[int, np.ndarray] = {}  # noqa: RUF012 - likewise
-    """By item of an embedding request: hidden states to pool, ``[tokens, hidden]`` float32."""
+    """Logprobs of the prompt tokens that follow the computed ones, if requested."""
+    context_logits: dict[int, bytes] = {}  # noqa: RUF012 - a tuple's default, never written
+    """Logits after each computed prompt token, ``[tokens, vocabulary]`` float32, if requested."""
+    pooler_hidden_states: dict[int, np.ndarray] = {}  # noqa: RUF012 - a tuple's default, never written
+    """Hidden states to pool, ``[tokens, hidden]`` float32, for embedding requests."""
 
 
 class TransferMemory(msgspec.Struct, frozen=True, array_like=True):
@@ -191,125 +191,127 @@ class TransferMemory(msgspec.Struct, frozen=True, array_like=True):
 
     path: str
     offset: int
-    """Bytes before the first slot."""
+    """Byte offset of the first slot."""
     slots: int
+    """Number of slots."""
     slot_tokens: int
+    """Number of tokens per slot."""
     progress: int
-    """Index of rank 0's progress (``ops.LayerExport.progress``) in the memory, taken as int64; the others' follow."""
+    """Index of rank 0's progress (``ops.LayerExport.progress``) in the memory viewed as int64; other ranks' follow."""
 
 
 class LoadModel(msgspec.Struct, array_like=True, tag=True):
-    """Load the model. Answered with ``ModelInfo``, or with a ``PenstockError`` where an option or the checkpoint does
-    not allow it."""
+    """Load the model. Returns ``ModelInfo``; raises ``PenstockError`` if the options or the checkpoint do not allow
+    it."""
 
     weights: str = ""
-    """Folder of its weights; empty for the model's own."""
+    """Folder of its weights; empty for the model's folder."""
 
 
 class ProfileMemory(msgspec.Struct, array_like=True, tag=True):
-    """Measure the memory available for the KV cache, beside weights and the activations of the largest step. Answered
-    with ``MemoryProfile``."""
+    """Measure the memory available for the KV cache, besides weights and the activations of the largest step. Returns
+    ``MemoryProfile``."""
 
 
 class InitCache(msgspec.Struct, array_like=True, tag=True):
-    """Allocate the KV cache. Answered with None, or with a ``PenstockError`` where that is impossible."""
+    """Allocate the KV cache. Returns None; raises ``PenstockError`` if that is impossible."""
 
     blocks: int
     """Number of blocks on the device."""
     host_blocks: int
     """Number of blocks in host memory."""
     transfer: TransferMemory | None = None
-    """The transfer buffer, for ``ExportKV`` and ``ImportKV``; None without KV transfers."""
+    """Transfer buffer for ``ExportKV`` and ``ImportKV``; None without KV transfers."""
     offload: TransferMemory | None = None
-    """The host tier of the prefix cache, for ``RowUpdates.stores`` and ``loads``; None without it."""
+    """Host tier of the prefix cache, for ``RowUpdates.stores`` and ``loads``; None without it."""
 
 
 class Propose(msgspec.Struct, array_like=True, tag=True):
-    """Draft tokens for rows. Answered with a list for each row: its draft token ids, which may be fewer than asked for,
-    or None where the drafter has failed for the row."""
+    """Draft tokens for rows. Returns one entry per row: its draft token ids, at most ``counts``, or None if the drafter
+    failed for the row."""
 
     updates: RowUpdates
     rows: np.ndarray
     """``[rows]``"""
     lengths: np.ndarray
-    """``[rows]``: tokens of each row, after which its draft begins."""
+    """``[rows]``: number of tokens of each row, after which its draft begins."""
     counts: np.ndarray
-    """``[rows]``: maximum number of draft tokens for each row; of a tree, its depth."""
+    """``[rows]``: maximum number of draft tokens of each row; for a tree, its depth."""
     trees: np.ndarray = EMPTY
-    """``[rows]``: 1 where the draft is a tree, of the shape that was configured, else 0; empty where none is. A tree is
-    answered whole, with negative numbers for tokens that there are not."""
+    """``[rows]``: 1 to draft a tree of the configured shape, else 0; empty if there is no tree. A tree is returned in
+    full, with negative numbers for missing tokens."""
 
 
 class LoadLoRA(msgspec.Struct, array_like=True, tag=True):
-    """Read the LoRA adapter in folder ``path`` while steps go on, then put it into ``slot`` between two steps. Answered
-    with ``LoRAAdapter.version``."""
+    """Read the LoRA adapter in folder ``path`` while steps go on, then put it into ``slot`` between two steps. Returns
+    ``LoRAAdapter.version``."""
 
     slot: int
     path: str
 
 
 class UnloadLoRA(msgspec.Struct, array_like=True, tag=True):
-    """Remove the adapter from ``slot``, which no row may use. Answered with None."""
+    """Remove the adapter from ``slot``, which no row may use. Returns None."""
 
     slot: int
 
 
 class LoadWeights(msgspec.Struct, array_like=True, tag=True):
-    """Read and pack the weights of folder ``path`` while steps go on, and keep them beside those in use. Answered with
-    their version."""
+    """Read and pack the weights in folder ``path`` while steps go on, in addition to those in use. Returns their
+    version."""
 
     path: str
-    """A folder of safetensors; empty for the weights that the workers have started with."""
+    """A folder of safetensors; empty for the weights that the workers started with."""
 
 
 class ChangeWeights(msgspec.Struct, array_like=True, tag=True):
-    """Change the weights that steps use; no row may be running. Answered with None.
+    """Change the weights that steps use; no row may be running. Returns None.
 
-    ``swap`` uses those of ``LoadWeights`` from now on, and keeps the ones before; ``commit`` drops these; ``revert``
-    goes back to them where they were swapped, and drops what ``LoadWeights`` has read.
+    ``swap`` uses the loaded weights (``LoadWeights``) and keeps the old ones; ``commit`` drops the old ones; ``revert``
+    uses the old ones again, if they were swapped, and drops the loaded ones.
     """
 
     action: Literal["swap", "commit", "revert"]
 
 
 class FreeMemory(msgspec.Struct, array_like=True, tag=True):
-    """Free the KV cache, and weights as the level of sleep says; no row may be running. Answered with whether the
-    weights were dropped."""
+    """Free the KV cache, and the weights depending on ``level``; no row may be running. Returns True if the weights
+    were dropped."""
 
     level: int
-    """1 drops them on a GPU; 2 drops them anywhere."""
+    """Level of sleep: 1 drops the weights on a GPU, 2 on any device."""
 
 
 class AllocateCache(msgspec.Struct, array_like=True, tag=True):
-    """Allocate the KV cache that ``FreeMemory`` freed. Answered with None."""
+    """Allocate the KV cache that ``FreeMemory`` freed. Returns None."""
 
 
 class DeviceMemory(msgspec.Struct, array_like=True, tag=True):
-    """Answered with the bytes allocated on the GPU; 0 on CPUs."""
+    """Return the number of bytes allocated on the GPU; 0 on CPUs."""
 
 
 class ReadExpertLoad(msgspec.Struct, array_like=True, tag=True):
-    """Answered with the tokens that chose each expert since the start, by layer: ``{layer: [experts]}``; of a pipeline
-    stage those of its layers."""
+    """Return the number of tokens routed to each expert since the start, ``{layer: [tokens per expert]}``. A pipeline
+    stage returns its layers only."""
 
     reset: bool = False
-    """Whether they are counted from 0 afterwards."""
+    """Reset the counts to 0 after reading."""
 
 
 class ExportKV(msgspec.Struct, array_like=True, tag=True):
-    """Copy keys and values from the KV cache to the transfer buffer. Answered with None."""
+    """Copy keys and values from the KV cache to the transfer buffer. Returns None."""
 
     first_layer: int
     last_layer: int
-    """Not included."""
+    """Exclusive."""
     slots: np.ndarray
     """``[tokens]`` int64: slots of the KV cache."""
     places: np.ndarray
-    """``[tokens]`` int64: slot of the transfer buffer times its tokens, plus the token's index in it."""
+    """``[tokens]`` int64: positions in the transfer buffer, ``slot * slot_tokens + index in the slot``."""
 
 
 class ImportKV(msgspec.Struct, array_like=True, tag=True):
-    """Copy keys and values from the transfer buffer to the KV cache. Fields and answer are those of ``ExportKV``."""
+    """Copy keys and values from the transfer buffer to the KV cache. Returns None. Fields as in ``ExportKV``."""
 
     first_layer: int
     last_layer: int
@@ -335,7 +337,7 @@ WorkerCall = (
 )
 """Calls between two steps (``Executor.call``)."""
 LONG_CALLS = (LoadModel, ProfileMemory, InitCache, LoadLoRA, LoadWeights, ChangeWeights, AllocateCache)
-"""Calls that read files or capture graphs, which takes longer than a step."""
+"""Calls that read files or capture CUDA graphs, and so take longer than a step."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -345,47 +347,47 @@ class ModelInfo(msgspec.Struct, frozen=True):
     vocab_size: int
     hidden_size: int
     has_lm_head: bool
-    """Whether it can generate; otherwise it only makes embeddings."""
+    """True if the model can generate; False for embedding models."""
     dtype: str
     quantization: str
     fingerprint: str
-    """Equal for engines whose results are equal to the bit, given equal weights (``worker/fingerprint.py``)."""
+    """Engines with equal fingerprints and equal weights return bit-identical results (``worker/fingerprint.py``)."""
     batch_invariant: bool
     weights_version: str
     """Identifies the contents of the checkpoint."""
     mtp_layers: int
-    """Number of multi-token prediction layers loaded."""
+    """Number of loaded multi-token prediction layers."""
     drafts: bool = False
-    """Whether the workers answer ``Propose``."""
+    """True if the workers draft tokens (``Propose``)."""
     token_types: int = 0
-    """Token types that the model knows (``EngineRequest.second_text``); 0 for none."""
+    """Number of token types (``EngineRequest.second_text``); 0 without token type embeddings."""
     heads: tuple[str, ...] = ()
-    """Names of the heads after pooling."""
+    """Names of the heads that can be applied after pooling."""
     embedding_size: int = 0
-    """Numbers in an embedding."""
+    """Dimension of an embedding."""
     asynchronous: bool = False
-    """Whether the next step should be submitted while one is computed, since the device, not the host, computes it."""
+    """True if the device computes steps asynchronously: the next step should be submitted while one is computed."""
     has_vision: bool = False
-    """Whether prompts may have images."""
+    """True if the model accepts images."""
     feature_bytes: int = 0
-    """Bytes of an image's feature; 0 of a model that sees no images."""
+    """Bytes of an image feature (one placeholder token); 0 without image input."""
 
 
 class MemoryProfile(msgspec.Struct, frozen=True):
     """Memory available for the KV cache."""
 
     free: int
-    """Bytes left by weights and by the activations of the largest step."""
+    """Bytes that weights and the activations of the largest step leave free."""
     total: int
-    """Bytes of the GPU's memory; 0 on CPUs."""
+    """Bytes of GPU memory; 0 on CPUs."""
     block_bytes: int
-    """Bytes of a block in the caches of the model and of the draft model together."""
+    """Bytes of a block, in the KV caches of the model and of the draft model together."""
     host_block_bytes: int
-    """Bytes of a block in the host tier, which has the model's cache only."""
+    """Bytes of a block in the host tier, which stores the model's KV only."""
 
 
 def sum_states(states: np.ndarray, total: np.ndarray | float = 0.0) -> np.ndarray | float:
-    """The sum of hidden states ``[tokens, hidden]`` and ``total``, token by token in float64."""
+    """Sum of ``total`` and hidden states ``[tokens, hidden]``, added token by token in float64."""
     for state in states.astype(np.float64):
         total = total + state
     return total
@@ -408,5 +410,5 @@ encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 
 
 def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    """A decoder of msgpack messages of type ``kind``. Arrays in them share the message's memory and are read-only."""
+    """Decoder for msgpack messages of type ``kind``. Decoded arrays are read-only views of the message."""
     return msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)

@@ -1,25 +1,25 @@
-"""Tokens and durations of steps: counts for a histogram, and bounds that tell a long step from one that hangs."""
+"""Tokens and durations of steps: a histogram, and time limits that tell a long step from a hanging one."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 
 BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Upper bounds, tokens; a last bucket has all larger steps."""
+"""Upper bounds of the histogram's buckets, tokens; one more bucket holds all larger steps."""
 DECAY = 0.95
-"""Factor of the slowest time per token after each step, so that an outlier is forgotten after some dozens of steps."""
+"""Factor applied to the slowest time per token after each step, so that an outlier fades after some dozens of steps."""
 FIRST_STEP_TIMEOUT_FACTOR = 9
-"""Multiple of ``engine_iteration_timeout`` that the first step may take, since no step was measured before."""
+"""Multiple of ``engine_iteration_timeout`` allowed for the first step, before any step was measured."""
 
 
 class StepCounts:
-    """Counts of steps by their tokens, drafts included, since the engine's start."""
+    """Histogram of steps by their number of tokens, drafts included, since the engine's start."""
 
     def __init__(self) -> None:
         self.steps = [0] * (len(BUCKETS) + 1)
-        """Of each bucket."""
+        """Number of steps in each bucket."""
         self.tokens = 0
-        """Of all steps together."""
+        """Total number of tokens."""
 
     def record(self, tokens: int) -> None:
         self.steps[bisect_left(BUCKETS, tokens)] += 1
@@ -27,10 +27,10 @@ class StepCounts:
 
 
 class StepTimes:
-    """Durations of the steps so far, and bounds for the next.
+    """Durations of past steps, and the expected maximum for the next.
 
     Args:
-        first: seconds that the first step may take.
+        first: maximum seconds of the first step.
     """
 
     def __init__(self, first: float) -> None:
@@ -41,7 +41,7 @@ class StepTimes:
 
     def expected(self, tokens: int) -> float:
         """Maximum seconds that a step of ``tokens`` tokens should take: ``tokens`` times the slowest time per token so
-        far. That is the time of a step of few tokens, as it reads all weights, too."""
+        far. Generous, as the slowest per token are steps of few tokens, which read all weights, too."""
         return self._first if self._per_token is None else tokens * self._per_token
 
     def add(self, tokens: int, seconds: float) -> None:

@@ -1,5 +1,4 @@
-"""Warm-up: runs the longest inputs before requests are accepted, so that their memory is allocated, or the start
-fails."""
+"""Warm-up: the largest inputs run before requests are accepted, so that running out of memory fails the start."""
 
 from __future__ import annotations
 
@@ -10,8 +9,8 @@ from .step import ModelInfo
 
 
 def warm_up_requests(options: SchedulerOptions, info: ModelInfo) -> list[EngineRequest]:
-    """The warm-up's requests: the longest prompt, and as many prompts of one token as may run beside it. Each generates
-    two tokens if the limits allow."""
+    """Requests of the warm-up: the longest prompt, and one-token prompts up to ``max_num_seqs``. Each generates two
+    tokens if the limits allow."""
     max_len = min(options.max_model_len - 1, options.max_prompt_len or options.max_model_len)
     return [
         EngineRequest(

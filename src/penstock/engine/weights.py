@@ -1,9 +1,9 @@
-"""Weights that change while the engine serves: loaded beside those in use, checked on all ranks, swapped between steps.
+"""Weight updates while the engine serves: new weights are loaded next to the old ones, and swapped in between steps.
 
-    load ──► the workers read and pack them, while steps go on ──► loaded ──► commit ──► no sequence of the old weights
-    is left ──► swap on all ranks ──► the old ones are dropped
+    load ──► workers read and pack the new weights, while steps go on ──► commit ──► no sequence has KV of the old
+    weights ──► swap on all ranks ──► drop the old weights
 
-Whatever fails before all ranks have swapped leaves the old weights in use.
+Until all ranks have swapped, any error leaves the old weights in use.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from penstock.core import Code, PenstockError
 
 from .executor.base import Executor, WorkerLostError
-from .modes import Running
+from .modes import WeightUpdateMode
 from .scheduling.scheduler import Scheduler
 from .step import ChangeWeights, LoadWeights
 
@@ -25,54 +25,54 @@ BUSY = "other weights are being loaded; wait until they are in use"
 
 
 class WeightsManager:
-    """Changes the weights of an engine. Use it in the thread that runs the steps.
+    """Updates the weights of an engine. Not thread-safe: use it in the thread that runs the steps.
 
     Args:
-        path: folder of the weights in use; empty for the model's.
+        path: folder of the weights in use; empty for the model's folder.
     """
 
     def __init__(self, executor: Executor, scheduler: Scheduler, path: str = "") -> None:
         self._executor = executor
         self._scheduler = scheduler
         self.path = path
-        """Folder of the weights in use; empty for the model's."""
+        """Folder of the weights in use; empty for the model's folder."""
         self.num_updates = 0
-        """Number of times that the weights were changed since the start."""
+        """Number of weight updates since the start."""
         self._path = ""
-        """Of those that are loaded or being loaded."""
+        """Folder of the new weights, which are loaded or being loaded."""
         self._reading: Future[Any] | None = None
-        """The workers' answer, the version."""
-        self._unwanted = False
-        """Whether these are to be dropped once they are read."""
+        """Pending reply of the workers to ``LoadWeights``: the version."""
+        self._discarded = False
+        """True if the new weights are to be dropped once they are read."""
         self._loaded: Future[str] | None = None
-        """The result of ``load``, until they are swapped or dropped."""
+        """Result of ``load``, until the new weights are swapped in or dropped."""
         self._swapped: Future[str] | None = None
-        """The result of ``commit``, until they are swapped."""
-        self._running: Running = "finish"
+        """Result of ``commit``, until the new weights are swapped in."""
+        self._running: WeightUpdateMode = "finish"
         self.has_pending = False
-        """Whether ``poll`` has to be called."""
+        """True if ``poll`` has to be called."""
 
     @property
     def reading(self) -> list[Future[Any]]:
-        """The workers' answer that is waited for, if there is one."""
+        """Pending reply of the workers, if there is one."""
         return [self._reading] if self._reading else []
 
     @property
     def is_changing(self) -> bool:
-        """Whether weights are loaded or being loaded beside those in use."""
+        """True if new weights are loaded or being loaded."""
         return self._loaded is not None
 
     def load(self, path: str = "") -> Future[str]:
-        """Start to load weights beside those in use.
+        """Start to load new weights.
 
         Args:
-            path: folder of a checkpoint of the same model; empty is the one whose weights are in use.
+            path: folder of a checkpoint of the same model; empty for the folder of the weights in use.
 
         Returns:
-            Their version, once all ranks have them; ``commit`` or ``discard`` has to follow. ``PenstockError`` where a
-            rank cannot load them; then nothing has changed.
+            A future of their version, done once all ranks have loaded them; call ``commit`` or ``discard`` then. It
+            raises ``PenstockError`` if a rank cannot load them; nothing has changed then.
 
-        Raises ``PenstockError`` where there is no room for them, or others are loaded.
+        Raises ``PenstockError`` (``unavailable``) if other weights are being loaded.
         """
         if self._loaded:
             raise PenstockError(Code.UNAVAILABLE, BUSY)
@@ -81,34 +81,34 @@ class WeightsManager:
         self._loaded, self.has_pending = Future(), True
         return self._loaded
 
-    def commit(self, running: Running = "finish") -> Future[str]:
-        """Use the weights that were loaded, as soon as no sequence needs the others; new sequences wait until then.
-        While the engine is paused, running sequences are recomputed.
+    def commit(self, running: WeightUpdateMode = "finish") -> Future[str]:
+        """Use the new weights as soon as no sequence needs the old ones; new sequences wait until then. Returns a
+        future of their version, done once they are in use.
 
-        Returns:
-            Their version, once they are in use.
+        Args:
+            running: how running sequences are handled. While the engine is paused, they are always recomputed.
         """
-        assert self._loaded, "load them first"
+        assert self._loaded, "load weights first"
         self._swapped, self._running, self.has_pending = Future(), running, True
         self._scheduler.hold("weights", "new" if running == "finish" else "all")
         return self._swapped
 
     def discard(self) -> None:
-        """Drop weights that were loaded, or are being loaded, and not committed."""
+        """Drop new weights that are loaded, or being loaded, and not committed."""
         if self._reading:
-            self._unwanted = True
+            self._discarded = True
         elif self._loaded and not self._swapped:
             self._drop()
 
     def poll(self, num_in_flight: int) -> str | None:
-        """Go on with what is pending, between two steps. Returns the version of the weights where others are in use
-        from now on. Raises ``WorkerLostError``."""
+        """Advance a pending update between two steps. Returns the version of the new weights if they were swapped in.
+        Raises ``WorkerLostError``."""
         if self._reading:
             self._executor.poll()
             if self._reading.done():
                 self._finish_reading()
         version = None
-        if self._swapped and not num_in_flight and self._is_free():
+        if self._swapped and not num_in_flight and self._release_kv():
             version = self._swap(self._swapped)
         self.has_pending = self._reading is not None or self._swapped is not None
         return version
@@ -117,16 +117,17 @@ class WeightsManager:
         reading, loaded = self._reading, self._loaded
         assert reading
         assert loaded
-        unwanted, self._unwanted, self._reading = self._unwanted, False, None
-        error = PenstockError(Code.CANCELLED, "the weights were dropped") if unwanted else reading.exception()
+        discarded, self._discarded, self._reading = self._discarded, False, None
+        error = PenstockError(Code.CANCELLED, "the new weights were discarded") if discarded else reading.exception()
         if error:
             self._drop()
-            loaded.set_exception(_shown(error, "loaded"))
+            loaded.set_exception(_public_error(error, "loaded"))
         else:
             loaded.set_result(reading.result())
 
-    def _is_free(self) -> bool:
-        """Whether no sequence has KV of the weights in use; sequences are preempted where they are to be recomputed."""
+    def _release_kv(self) -> bool:
+        """Release all KV of the old weights, preempting running sequences unless they are to finish. Returns False
+        while sequences have to finish."""
         waits = self._running == "finish" and not self._scheduler.is_held
         if waits and self._scheduler.has_started_sequences:
             return False
@@ -134,7 +135,7 @@ class WeightsManager:
         return True
 
     def _swap(self, swapped: Future[str]) -> str | None:
-        """Swap the weights; returns the version of the new ones, None where it fails."""
+        """Swap in the new weights. Returns their version; None if that fails."""
         assert self._loaded
         version = self._loaded.result()
         self._swapped = None
@@ -145,14 +146,14 @@ class WeightsManager:
         except Exception as error:
             self._drop()
             self._scheduler.hold("weights", None)
-            swapped.set_exception(_shown(error, "used"))
+            swapped.set_exception(_public_error(error, "used"))
             return None
         self._executor.run(ChangeWeights("commit"))
         self.path, self._loaded = self._path, None
         self.num_updates += 1
         self._scheduler.set_weights(version)
         self._scheduler.hold("weights", None)
-        logger.info("the weights of %s are in use, version %s", self._path or "the model's folder", version[:16])
+        logger.info("weights from %s are in use, version %s", self._path or "the model's folder", version[:16])
         swapped.set_result(version)
         return version
 
@@ -161,9 +162,9 @@ class WeightsManager:
         self._executor.run(ChangeWeights("revert"))
 
 
-def _shown(error: BaseException, done: str) -> PenstockError | WorkerLostError:
-    """The error for who asked; what is no ``PenstockError`` is logged."""
+def _public_error(error: BaseException, done: str) -> PenstockError | WorkerLostError:
+    """The error for the caller. An unexpected error is logged, and replaced by a ``PenstockError``."""
     if isinstance(error, PenstockError | WorkerLostError):
         return error
     logger.error("weights could not be %s", done, exc_info=error)
-    return PenstockError(Code.INTERNAL, f"the weights could not be {done} ({error}); the log says why")
+    return PenstockError(Code.INTERNAL, f"the weights could not be {done} ({error}); see the server's log")

@@ -13,7 +13,7 @@ from typing import Any, Self
 from penstock.config.options import LogLevel, LogOptions
 from penstock.core import Code, Failure, LoRARequest, PoolingParams, SamplingParams
 from penstock.core.errors import invalid
-from penstock.engine.modes import PauseMode, Running
+from penstock.engine.modes import PauseMode, WeightUpdateMode
 from penstock.engine.service.actions import EngineState, PauseGeneration, ResumeGeneration, Sleep, WakeUp
 from penstock.engine.service.control import ModelAction, ModelControl, UpdateWeights
 from penstock.engine.service.launcher import EngineProcesses
@@ -99,7 +99,7 @@ class AsyncLLM:
         """As ``LLM.unload_lora_adapter``; requests that have begun with it go on."""
         await self.gateway.engine_pool.unload_adapter(lora_name)
 
-    async def update_weights(self, path: str | Path = "", running: Running = "finish") -> str:
+    async def update_weights(self, path: str | Path = "", running: WeightUpdateMode = "finish") -> str:
         """Change the model's weights while requests are served. Where this fails, nothing has changed.
 
         Args:

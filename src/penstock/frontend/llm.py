@@ -180,7 +180,7 @@ class LLM(PoolingLLM):
             except BaseException:
                 self.engine.weights.discard()
                 raise
-        self.engine.sleeper.forgets_weights = not isinstance(weights, str | Path)
+        self.engine.sleeper.cannot_reload_weights = not isinstance(weights, str | Path)
         return version
 
     def sleep(self, level: int = 1) -> None:

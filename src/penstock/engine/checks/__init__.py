@@ -1,1 +1,1 @@
-"""Checks before a start and before a request is queued: options and requests that a model cannot run."""
+"""Validation of options and requests against the model, before the engine starts and before a request is queued."""

@@ -1,4 +1,4 @@
-"""Options that a model cannot be run with, refused before any of its weights are read."""
+"""Validation of the engine's options against the model, before its weights are read."""
 
 from __future__ import annotations
 
@@ -17,86 +17,86 @@ from penstock.planning.model_size import size_of
 from penstock.planning.pipeline import split_layers
 
 from .speech import speech_options
-from .whole_prompts import whole_prompts
+from .whole_prompts import whole_prompt_options
 
 logger = logging.getLogger(__name__)
 
 
 def checked_options(options: EngineOptions, config: ModelConfig, folder: Path) -> EngineOptions:
-    """The options as this model is run with them.
+    """Validate the options for a model, and adapt them to it.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
 
-    Raises ``PenstockError``, with the option as its field, for options that it is not run with.
+    Raises ``PenstockError``, with the option as its field, for options that the model does not support.
     """
     if config.model_impl == "transformers":
         _check_transformers(options, config)
     if config.encoder or read_dense_modules(folder):
-        options = whole_prompts(options, config, folder)
+        options = whole_prompt_options(options, config, folder)
     if config.speech:
         options = speech_options(options, config)
     if built := engine_config_of(config.raw, folder):
         built.check(folder, {name: getattr(options, name) for name in FIXED_OPTIONS})
     speculative = SpeculativeConfig.read(options.speculative_config)
     if speculative and speculative.method != "ngram" and options.pipeline_parallel_size > 1:
-        words = "pipeline_parallel_size allows the method ngram only, no draft model, MTP layers or heads"
-        raise PenstockError(Code.UNSUPPORTED, words, "speculative_config")
+        message = "speculative_config: with pipeline_parallel_size > 1, only the method ngram is supported"
+        raise PenstockError(Code.UNSUPPORTED, message, "speculative_config")
     _check_vision(options, config, speculative)
     _check_ranks(options, config)
     return options
 
 
 def _check_vision(options: EngineOptions, config: ModelConfig, speculative: SpeculativeConfig | None) -> None:
-    """Refuse what a model that sees images is not run with. Raises ``PenstockError`` (``unsupported``)."""
+    """Raise ``PenstockError`` (``unsupported``) for options that models with image input do not support."""
     if not config.has_vision:
         return
-    wrong = {
+    unsupported = {
         "pipeline_parallel_size": options.pipeline_parallel_size > 1,
         "role": options.role != "mixed",
         "load_format": options.load_format == "dummy",
         "speculative_config": speculative is not None and speculative.method != "ngram",
     }
-    for name in [name for name, given in wrong.items() if given]:
-        words = f"{name}: models that see images are not run with {getattr(options, name)}, so far"
-        raise PenstockError(Code.UNSUPPORTED, words, name)
+    for name in [name for name, is_given in unsupported.items() if is_given]:
+        message = f"{name}: {getattr(options, name)} is not supported for models with image input"
+        raise PenstockError(Code.UNSUPPORTED, message, name)
 
 
 def _check_ranks(options: EngineOptions, config: ModelConfig) -> None:
-    """Refuse ranks that cannot share the model before any is started. Raises ``PenstockError``."""
+    """Raise ``PenstockError`` for numbers of nodes and ranks among which the model cannot be divided."""
     if options.nnodes > 1 or options.node_rank:
         from ..executor.rendezvous import check_nodes
 
         check_nodes(options)
         if options.node_rank:
-            raise invalid("node_rank", "is 0 for an engine; on other nodes run penstock serve --node-rank", 0)
+            raise invalid("node_rank", "must be 0 for an engine; on other nodes run penstock serve --node-rank", 0)
     if options.pipeline_parallel_size > 1 or options.pipeline_parallel_layers:
         split_layers(size_of(config), options.pipeline_parallel_size, options.pipeline_parallel_layers)
     ranks, expert_parallel = options.tensor_parallel_size, options.enable_expert_parallel
     if options.expert_parallel_size not in (0, ranks) or (options.expert_parallel_size and not expert_parallel):
-        words = f"is {ranks}, the ranks of tensor_parallel_size, with enable_expert_parallel; or 0"
-        raise invalid("expert_parallel_size", words, ranks)
+        message = f"must be tensor_parallel_size ({ranks}) with enable_expert_parallel, or 0"
+        raise invalid("expert_parallel_size", message, ranks)
     if ranks > 1:
-        from penstock.parallel import SingleRank, shard_heads  # which brings PyTorch
+        from penstock.parallel import SingleRank, shard_heads  # imports torch
 
         shard_heads(SingleRank(size=ranks), config.num_heads, config.num_kv_heads)
     if config.experts and config.experts.by_modality and options.expert_load:
-        words = f"the load of experts is not counted in {config.architecture}, which has others for images"
-        raise PenstockError(Code.UNSUPPORTED, words, "expert_load")
+        message = f"expert_load: not supported for {config.architecture}, which has separate experts for images"
+        raise PenstockError(Code.UNSUPPORTED, message, "expert_load")
     if options.expert_load and config.model_impl != "penstock":
-        raise PenstockError(Code.UNSUPPORTED, "transformers' experts are not counted", "expert_load")
+        raise PenstockError(Code.UNSUPPORTED, "expert_load: not supported with model_impl transformers", "expert_load")
     _check_experts(options, config.experts.num_experts if config.experts else 0)
 
 
 def _check_experts(options: EngineOptions, num_experts: int) -> None:
-    """Refuse experts that ranks cannot have. Raises ``PenstockError``."""
+    """Raise ``PenstockError`` for options of expert parallelism that do not fit the ranks."""
     ranks, redundant = options.tensor_parallel_size, options.num_redundant_experts
     if options.enable_expert_parallel and ranks == 1 and options.data_parallel_size > 1 and num_experts:
-        words = (
-            "engines of data_parallel_size do not share experts: each has all of them, or its ranks of "
-            "tensor_parallel_size have; raise the latter, or leave out enable_expert_parallel"
+        message = (
+            "enable_expert_parallel: data-parallel engines do not share experts, only the tensor_parallel_size ranks "
+            "of one engine do; raise tensor_parallel_size, or leave out enable_expert_parallel"
         )
-        raise PenstockError(Code.UNSUPPORTED, words, "enable_expert_parallel")
+        raise PenstockError(Code.UNSUPPORTED, message, "enable_expert_parallel")
     if ranks > 1 and options.enable_expert_parallel and num_experts:
         check_sizes(num_experts, ranks, redundant)
         if options.expert_placement:
@@ -104,16 +104,14 @@ def _check_experts(options: EngineOptions, num_experts: int) -> None:
         return
     for name in ("expert_placement", "num_redundant_experts"):
         if getattr(options, name):
-            words = "is for several ranks (tensor_parallel_size) of a model with experts, with enable_expert_parallel"
-            raise invalid(name, words)
+            message = "requires a model with experts, tensor_parallel_size > 1, and enable_expert_parallel"
+            raise invalid(name, message)
 
 
 def _check_transformers(options: EngineOptions, config: ModelConfig) -> None:
-    """Refuse options that need an implementation of ours, and log what differs.
-
-    Raises ``PenstockError`` (``unsupported``), with the option as its field.
-    """
-    for name, asked in {
+    """Raise ``PenstockError`` (``unsupported``) for options that models run by transformers do not support. Log their
+    limitations."""
+    for name, is_given in {
         "tensor_parallel_size": options.tensor_parallel_size > 1,
         "pipeline_parallel_size": options.pipeline_parallel_size > 1,
         "enable_lora": options.enable_lora,
@@ -121,11 +119,11 @@ def _check_transformers(options: EngineOptions, config: ModelConfig) -> None:
         "role": options.role != "mixed",
         "kv_offloading_size": options.host_tier_bytes > 0,
     }.items():
-        if asked:
-            words = f"{name} is not supported for {config.architecture}, which is run by transformers"
-            raise PenstockError(Code.UNSUPPORTED, words, name)
+        if is_given:
+            message = f"{name} is not supported for {config.architecture}, which is run by transformers"
+            raise PenstockError(Code.UNSUPPORTED, message, name)
     logger.warning(
-        "%s is run by the modules of transformers (model_impl): slower than an implementation of ours, on one rank, "
-        "without LoRA and KV transfer; and not batch-invariant: other requests may change the last bits of a result.",
+        "%s is run by the modules of transformers (model_impl): slower than Penstock's own models, on one rank only, "
+        "without LoRA and KV transfer, and not batch-invariant: other requests can change the last bits of a result",
         config.architecture,
     )

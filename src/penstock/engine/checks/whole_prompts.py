@@ -1,4 +1,4 @@
-"""Models whose prompts are computed in one step each: encoders, which attend in both directions."""
+"""Options for models that compute each prompt in one step: encoders, and embedding models with dense modules."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from penstock.config.options import EngineOptions
 from penstock.core import Code, PenstockError
 from penstock.models import ModelConfig
 
-REFUSED: Mapping[str, Any] = {
+UNSUPPORTED: Mapping[str, Any] = {
     "role": "mixed",
     "kv_cache_dtype": "auto",
     "speculative_config": "",
     "enable_lora": False,
     "lora_modules": (),
 }
-"""Options that an encoder has no use for, and their values without effect."""
+"""Options that encoders do not support, with the only value allowed."""
 
 
-def whole_prompts(options: EngineOptions, config: ModelConfig, folder: Path) -> EngineOptions:
-    """The options with steps that hold the longest prompt, which is neither cut into chunks nor cached.
+def whole_prompt_options(options: EngineOptions, config: ModelConfig, folder: Path) -> EngineOptions:
+    """Disable chunked prefill and prefix caching, and raise the token budget of a step to the longest prompt.
 
     Args:
-        folder: of the checkpoint, whose files may name a length for encoders.
+        folder: folder of the checkpoint, whose files may limit the length of an encoder's prompts.
 
-    Raises ``PenstockError`` (``unsupported``) for options that an encoder cannot have.
+    Raises ``PenstockError`` (``unsupported``) for options that an encoder does not support.
     """
-    for name, value in REFUSED.items() if config.encoder else ():
+    for name, value in UNSUPPORTED.items() if config.encoder else ():
         if getattr(options, name) != value:
-            raise PenstockError(Code.UNSUPPORTED, f"{config.architecture} keeps no KV cache, and has no {name}", name)
+            raise PenstockError(Code.UNSUPPORTED, f"{name}: not supported for the encoder {config.architecture}", name)
     max_len = options.max_model_len or config.max_model_len
     if config.encoder and not options.max_model_len:
         max_len = min(max_len, max_seq_length(folder) or max_len)
@@ -50,6 +50,6 @@ def whole_prompts(options: EngineOptions, config: ModelConfig, folder: Path) -> 
 
 
 def scratch_blocks(options: EngineOptions, max_concurrent_batches: int) -> int:
-    """KV blocks that an encoder's steps use at most: those of their tokens, as blocks are freed with the step."""
+    """Maximum number of KV blocks that an encoder uses: those of its steps in flight, as each step frees its blocks."""
     blocks = options.max_num_batched_tokens // options.block_size + options.max_num_seqs
     return blocks * (max_concurrent_batches + 1)

@@ -1,8 +1,8 @@
-"""Guided decoding (structured outputs): which tokens a grammar allows next.
+"""Guided decoding (structured outputs): restricts sampling to the tokens that a grammar allows.
 
-``backend.py`` defines compiled grammars, and the guide that tracks the state of a sequence; ``compiler.py`` compiles
-with llguidance (``backend_llguidance.py``). Grammars that are not fully supported are refused, with an error that names
-the unsupported part.
+``backend.py`` defines a compiled grammar, and the guide that tracks the state of a sequence in it. ``compiler.py``
+compiles grammars with llguidance (``backend_llguidance.py``). A grammar that is not fully supported is refused, with an
+error that names the unsupported part.
 """
 
 from .backend import Grammar, Guide

@@ -10,55 +10,55 @@ from penstock.core import Failure
 
 
 class Guide(Protocol):
-    """The state of one sequence in its grammar."""
+    """State of one sequence in its grammar."""
 
     def copy(self) -> Guide:
-        """A copy in the same state, for a forked sequence."""
+        """Copy the guide with its state, for a forked sequence."""
         ...
 
     def replace_eos(self, eos_token_id: int) -> int:
-        """The token to accept where the model sampled EOS: ``eos_token_id``, or the end-of-reasoning token where the
-        reasoning is still open and a grammar follows it."""
+        """Token to accept when the model has sampled EOS: ``eos_token_id``, or the end-of-reasoning token if EOS came
+        within the reasoning and a guided answer has to follow."""
         ...
 
     def accept_token(self, token: int) -> bool:
-        """Advance by a token. Returns False where the grammar does not allow it, or advancing took too long; then
-        ``failure`` says why."""
+        """Advance by a token. Returns False if the grammar does not allow the token, or if advancing took too long
+        (``failure``)."""
         ...
 
     @property
     def failure(self) -> Failure | None:
-        """Why the sequence cannot continue; None while it can. After a failure, allowed tokens are meaningless."""
+        """Error that prevents the sequence from continuing; None without one. After it, bitmasks are meaningless."""
         ...
 
     @property
     def is_unconstrained(self) -> bool:
-        """Whether every token is allowed next, so that no bitmask is needed."""
+        """True if every token is allowed next: no bitmask is needed."""
         ...
 
     @property
     def is_terminated(self) -> bool:
-        """Whether the grammar is complete and allows no further token but EOS."""
+        """True if the grammar is complete and allows only EOS."""
         ...
 
     @property
     def token_limit_reached(self) -> bool:
-        """Whether ``response_max_tokens`` tokens of the answer have been generated."""
+        """True if the answer has ``response_max_tokens`` tokens."""
         return False
 
     def validate_tokens(self, tokens: list[int]) -> int:
-        """Number of leading ``tokens`` that may come next, one after the other; does not advance."""
+        """Number of leading ``tokens`` that the grammar allows in sequence. Does not advance."""
         ...
 
     def fill_bitmask(self, row: np.ndarray) -> None:
         """Write the bitmask of allowed next tokens to ``row``, ``[ceil(vocabulary / 32)]`` int32, lowest bit first.
 
-        Not called where ``is_unconstrained``.
+        Must not be called if ``is_unconstrained``.
         """
         ...
 
     def jump_forward_tokens(self) -> list[int]:
-        """The tokens that the grammar forces next (jump forward); empty where it allows a choice."""
+        """Tokens that the grammar forces next (jump-forward decoding); empty if it allows a choice."""
         ...
 
 
@@ -69,5 +69,5 @@ class Grammar(Protocol):
     """Bytes of memory."""
 
     def new_guide(self) -> Guide:
-        """A guide for a new sequence, before its first token."""
+        """Create a guide in the initial state, for a new sequence."""
         ...

@@ -1,4 +1,4 @@
-"""The llguidance backend, which refuses unsupported keywords itself, by name."""
+"""The llguidance backend. llguidance itself reports unsupported keywords by name."""
 
 from __future__ import annotations
 
@@ -35,46 +35,46 @@ from .structural_tag import (
 from .vocabulary import load_tokenizer, read_added_tokens, sampled_vocabulary
 
 NUMBER_KEYWORDS = frozenset(("const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
-"""Keywords of JSON Schema whose numbers bound a value."""
+"""JSON Schema keywords whose numbers bound a value."""
 MIN_NUMBER = -(2**63) + 513
-"""Smallest number allowed there. llguidance 1.9 rounds smaller ones to -2**63, and recurses without end where a range
-ends there, which overflows the stack and kills the process."""
+"""Smallest number allowed in ``NUMBER_KEYWORDS``. llguidance 1.9 rounds smaller ones to -2**63. A range that ends there
+makes it recurse endlessly, which overflows the stack and kills the process."""
 MAX_WHITESPACE = 32
-"""Characters of whitespace between the parts of JSON, where a request does not set it. Without a limit, a model may
-generate whitespace until its tokens run out."""
+"""Default limit for consecutive whitespace characters in JSON. Without a limit, a model may generate whitespace until
+``max_tokens``."""
 MAX_TOKEN_TIME = 0.25
-"""Seconds of processor time for one token of one sequence."""
+"""Maximum seconds of processor time for one token of one sequence."""
 TIME_PER_TOKEN = 0.01
-"""Seconds that a token may take on average."""
-MAX_SAVED_TIME = 1.0
-"""Seconds that a sequence may have left of earlier tokens, and has before the first."""
+"""Seconds of processor time that each token adds to the sequence's budget."""
+MAX_TIME_BUDGET = 1.0
+"""Initial and maximum budget of processor time of a sequence, seconds."""
 EMPTY = '""'
-"""The empty text in Lark's notation."""
+"""The empty string in Lark's notation."""
 
 
-class TokenTime:
-    """Measures the processor time of one sequence's grammar, which holds up the sequences that are computed with it::
+class TimeBudget:
+    """Limits the processor time of one sequence's grammar, since it delays all sequences of the batch::
 
-    with token_time: ...
+        with budget: ...
 
-    A grammar that takes too long takes longer with every token, as a rule.
+    A grammar that takes too long usually takes longer with every token.
     """
 
     __slots__ = ("_left", "_started", "is_exceeded")
 
     def __init__(self) -> None:
-        self._left = MAX_SAVED_TIME
+        self._left = MAX_TIME_BUDGET
         self._started = 0.0
         self.is_exceeded = False
 
-    def copy(self) -> TokenTime:
-        copy = TokenTime()
+    def copy(self) -> TimeBudget:
+        copy = TimeBudget()
         copy._left, copy.is_exceeded = self._left, self.is_exceeded
         return copy
 
     def add_token(self) -> None:
-        """Allow for one more token."""
-        self._left = min(self._left + TIME_PER_TOKEN, MAX_SAVED_TIME)
+        """Extend the budget for one more token."""
+        self._left = min(self._left + TIME_PER_TOKEN, MAX_TIME_BUDGET)
 
     def __enter__(self) -> None:
         self._started = time.thread_time()
@@ -87,31 +87,31 @@ class TokenTime:
 
 
 class LLGuide(Guide):
-    """A guide over llguidance's matcher."""
+    """Guide over llguidance's matcher."""
 
     is_unconstrained = False
 
-    def __init__(self, matcher: Any, time: TokenTime | None = None) -> None:
+    def __init__(self, matcher: Any, budget: TimeBudget | None = None) -> None:
         self._matcher = matcher
-        self._time = time or TokenTime()
+        self._budget = budget or TimeBudget()
 
     def copy(self) -> LLGuide:
-        return LLGuide(self._matcher.deep_copy(), self._time.copy())
+        return LLGuide(self._matcher.deep_copy(), self._budget.copy())
 
     def replace_eos(self, eos_token_id: int) -> int:
-        return eos_token_id  # the bitmask has EOS only where the grammar is complete
+        return eos_token_id  # the bitmask allows EOS only if the grammar is complete
 
     def accept_token(self, token: int) -> bool:
-        self._time.add_token()
-        with self._time:
+        self._budget.add_token()
+        with self._budget:
             accepted = bool(self._matcher.consume_token(token))
-        return accepted and not self._time.is_exceeded
+        return accepted and not self._budget.is_exceeded
 
     @property
     def failure(self) -> Failure | None:
         if self._matcher.is_error():
             error = one_line(self._matcher.get_error())
-        elif self._time.is_exceeded:
+        elif self._budget.is_exceeded:
             error = "it takes too long"
         else:
             return None
@@ -122,20 +122,20 @@ class LLGuide(Guide):
         return bool(self._matcher.is_stopped())
 
     def validate_tokens(self, tokens: list[int]) -> int:
-        with self._time:
+        with self._budget:
             return int(self._matcher.validate_tokens(tokens))
 
     def fill_bitmask(self, row: np.ndarray) -> None:
-        with self._time:
+        with self._budget:
             self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
 
     def jump_forward_tokens(self) -> list[int]:
-        with self._time:
+        with self._budget:
             return list(self._matcher.compute_ff_tokens())
 
 
 class LLGrammar(Grammar):
-    """A grammar that llguidance has compiled."""
+    """Grammar compiled by llguidance."""
 
     def __init__(self, matcher: Any, size: int) -> None:
         self._matcher = matcher
@@ -146,8 +146,8 @@ class LLGrammar(Grammar):
 
 
 class LLGuidance:
-    """Compiles grammars lazily, as sequences reach new states, once a process has tried them
-    (``llguidance_process.py``).
+    """Compiles grammars with llguidance. A separate process compiles each grammar first (``llguidance_process.py``),
+    under limits of time and memory; here, it is compiled lazily, as sequences reach new states.
 
     Args:
         vocab_size: number of tokens of the model, padding included.
@@ -163,21 +163,21 @@ class LLGuidance:
         self.token_classes = TokenClasses(self._tokenizer)
 
     def request(self, params: GuidedDecodingParams) -> bytes:
-        """Translate a constraint for the process. Raises ``UnsupportedError`` where llguidance does not support it,
-        ``ValueError`` or ``RecursionError`` where it is wrong."""
+        """Translate a constraint to a request for the process. Raises ``UnsupportedError`` if llguidance does not
+        support it, ``ValueError`` or ``RecursionError`` if it is invalid."""
         return msgspec.json.encode(_grammar(params, self.added_tokens))
 
     def grammar(self, request: bytes, size: int) -> Grammar:
-        """The grammar of a ``request`` that the process has compiled to ``size`` bytes."""
+        """Grammar of a ``request`` that the process has compiled, to ``size`` bytes."""
         matcher = compile_grammar(self._tokenizer, json.loads(request))
         if matcher.is_error():
-            raise RuntimeError(f"the grammar failed after it had been compiled: {one_line(matcher.get_error())}")
+            raise RuntimeError(f"the grammar could not be compiled again: {one_line(matcher.get_error())}")
         return LLGrammar(matcher, size)
 
 
 def _grammar(params: GuidedDecodingParams, added_tokens: AddedTokens) -> str:
-    """Translate a constraint to llguidance's grammar. Raises ``UnsupportedError`` where llguidance does not support it,
-    ``ValueError`` where it is wrong."""
+    """Translate a constraint to llguidance's grammar. Raises ``UnsupportedError`` if llguidance does not support it,
+    ``ValueError`` if it is invalid."""
     if params.json is not None or params.json_object:
         schema = json.loads(params.json) if params.json is not None else {"type": "object"}
         _check_numbers(schema)
@@ -185,7 +185,7 @@ def _grammar(params: GuidedDecodingParams, added_tokens: AddedTokens) -> str:
     if params.regex is not None:
         return str(grammar_from("regex", params.regex))
     if params.choice is not None:
-        # As one terminal: llguidance's parser follows 2,000 alternatives of a rule at most.
+        # One terminal, since llguidance's parser limits a rule to 2,000 alternatives.
         return f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, params.choice))}\n"
     if params.grammar is not None:
         lark = params.grammar
@@ -198,7 +198,7 @@ def _grammar(params: GuidedDecodingParams, added_tokens: AddedTokens) -> str:
 
 
 def _check_numbers(part: Any, is_bound: bool = False) -> None:
-    """Raises ``UnsupportedError`` for a number below ``MIN_NUMBER``."""
+    """Raise ``UnsupportedError`` for a number below ``MIN_NUMBER``."""
     if isinstance(part, dict):
         for name, inner in part.items():
             _check_numbers(inner, is_bound or name in NUMBER_KEYWORDS)
@@ -212,7 +212,7 @@ def _check_numbers(part: Any, is_bound: bool = False) -> None:
 def _with_options(
     schema: dict[str, Any], params: GuidedDecodingParams, separators: tuple[str, str] | None = None
 ) -> dict[str, Any]:
-    """A schema with our options for llguidance, which replace its own (``x-guidance``)."""
+    """Schema with llguidance's options (``x-guidance``) set to ours; options in the schema are replaced."""
     options: dict[str, Any] = dict(LLGUIDANCE_OPTIONS)
     if separators:
         item, key = map(re.escape, separators)  # regular expressions
@@ -225,10 +225,10 @@ def _with_options(
 
 
 class _LarkWriter:
-    """Writes a structural tag in Lark's notation.
+    """Translates a structural tag to a Lark grammar.
 
-    Adjacent texts and regular expressions become one terminal: as separate terminals they would match greedily, and
-    leave no text for the next one.
+    Adjacent texts and regular expressions form one terminal: separate terminals would match greedily, and leave no text
+    for the next one.
     """
 
     def __init__(self, params: GuidedDecodingParams, added_tokens: AddedTokens) -> None:
@@ -244,7 +244,7 @@ class _LarkWriter:
         return "\n".join([f"start: {start}", *self._rules]) + "\n"
 
     def _rule(self, text: str, attributes: str = "", name: str = "part") -> str:
-        """Add a rule, or a terminal where ``name`` is in capitals; returns its name."""
+        """Add a rule (a terminal if ``name`` is in upper case). Returns its unique name."""
         name = f"{name}_{len(self._rules)}"
         self._rules.append(f"{name}{attributes}: {text}")
         return name
@@ -254,9 +254,9 @@ class _LarkWriter:
             return self._rule(terminal, name="TEXT") if terminal else ""
         match part:
             case ConstStringFormat(text):
-                pieces = self._added_tokens.split(text)
-                return " ".join(f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece) for piece in pieces)
-            case JSONSchemaFormat(schema, separators):  # a separate rule, so that its references stay within it
+                split = self._added_tokens.split(text)
+                return " ".join(f"<[{each}]>" if isinstance(each, int) else json.dumps(each) for each in split)
+            case JSONSchemaFormat(schema, separators):  # a separate rule, so that references resolve within it
                 return self._rule(f"%json {json.dumps(_with_options(schema, self._params, separators))}")
             case SequenceFormat():
                 return self._sequence(_flatten(part))
@@ -281,11 +281,11 @@ class _LarkWriter:
         return " ".join(rules)
 
     def _terminal(self, part: Format) -> str | None:
-        """The terminal for a format of texts and regular expressions alone, "" for the empty text; None for others."""
+        """Terminal for a format of texts and regular expressions only, "" for the empty text; None for others."""
         match part:
             case ConstStringFormat(text):
-                pieces = self._added_tokens.split(text)
-                return None if any(isinstance(piece, int) for piece in pieces) else json.dumps(text) if text else ""
+                has_added = any(isinstance(each, int) for each in self._added_tokens.split(text))
+                return None if has_added else json.dumps(text) if text else ""
             case RegexFormat(pattern):
                 quoted: str = json.loads(grammar_from("regex", pattern))["grammars"][0]["lark_grammar"]
                 return quoted.removeprefix("start: ")
@@ -315,5 +315,5 @@ class _LarkWriter:
 
 
 def _flatten(part: Format) -> list[Format]:
-    """The parts of nested sequences as one list."""
+    """Parts of nested sequences as one list."""
     return [inner for one in part.parts for inner in _flatten(one)] if isinstance(part, SequenceFormat) else [part]

@@ -25,11 +25,11 @@ class BitmaskBuilder:
         self._thread = ThreadPoolExecutor(1, "bitmask")
 
     def submit(self, guides: Sequence[tuple[Guide | None, list[int]]]) -> Future[np.ndarray] | None:
-        """Start to fill the bitmask of a step, ``[rows, ceil(vocabulary / 32)]`` int32; None where every token is
+        """Start to fill the bitmask of a step, ``[rows, ceil(vocabulary / 32)]`` int32. Returns None if every token is
         allowed in every row.
 
         Args:
-            guides: guide and draft tokens of each sequence; a sequence has a row per draft token, and one after them.
+            guides: guide and draft tokens of each sequence. A sequence has ``len(draft) + 1`` rows.
         """
         constrained = any(guide and (draft or not guide.is_unconstrained) for guide, draft in guides)
         return self._thread.submit(self._fill, list(guides)) if constrained else None
@@ -45,7 +45,7 @@ class BitmaskBuilder:
                         state.fill_bitmask(rows[row])
                     if state and token is not None:
                         state.accept_token(token)
-                except Exception:  # a library's error: it ends this sequence alone, by allowing it no token
+                except Exception:  # allow no token: the error ends this sequence only
                     logger.exception("the grammar of a sequence failed")
                     rows[row : first + 1 + len(draft)] = 0
                     break

@@ -1,8 +1,8 @@
-"""Bounds on JSON that a grammar leaves unbounded: digits of a number, and strings that repeat themselves.
+"""Limits on JSON output that no schema sets: digits of a number, and repetition in a string.
 
-A model that has begun to write ``9999…`` or ``ababab…`` goes on until its tokens run out, and leaves invalid JSON. A
-schema cannot bound such a run without changing which values it allows, so the guide ends it: at the bound it forbids
-the tokens that continue the run, if the grammar allows any other token. The output follows the schema in either case.
+A model that writes ``9999…`` or ``ababab…`` may continue until ``max_tokens``, and leave invalid JSON. A schema cannot
+limit such a run without changing the values that it allows. So the guide ends the run: at the limit, it forbids the
+tokens that continue it, if the grammar allows any other token. The output follows the schema in either case.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from penstock.core import Failure
 from .backend import Grammar, Guide
 
 MAX_DIGITS = 40
-"""Digits in a row. Integers of 128 bits have 39 at most, floats of 64 bits 17 that count."""
+"""Maximum number of consecutive digits. 128-bit integers have at most 39, 64-bit floats 17 significant ones."""
 MAX_REPEATED = 128
-"""Tokens of a string in a row that repeat those before them."""
+"""Maximum number of consecutive tokens of a string that repeat the tokens before them."""
 MAX_PERIOD = 8
-"""Tokens of the longest repeated sequence that is recognized."""
-DIGITS = frozenset(string.digits.encode())
+"""Maximum number of tokens in a recognized repeated sequence."""
 LETTERS = frozenset(string.ascii_letters.encode()) - frozenset(b"eE")
-"""Letters that no JSON number has: the grammar allows them next only within a text."""
+"""Letters that do not occur in JSON numbers: the grammar allows them only within a string."""
 CLOSERS = frozenset(b'"]} \n')
+"""Characters that a token may consist of to end a string."""
 
 
 class TokenClasses:
-    """Classes of a vocabulary's tokens by their bytes. Bitmasks are ``[ceil(vocabulary / 32)]`` int32, lowest bit
-    first.
+    """Classification of a vocabulary's tokens by their bytes. Arrays are ``[vocabulary]``; masks are
+    ``[ceil(vocabulary / 32)]`` int32, lowest bit first.
 
     Args:
         tokenizer: llguidance's ``LLTokenizer``.
@@ -39,25 +39,24 @@ class TokenClasses:
     def __init__(self, tokenizer: Any) -> None:
         tokens = [tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)]
         self.trailing_digits = np.array([len(token) - len(token.rstrip(b"0123456789")) for token in tokens], np.int32)
-        """Number of digits at the end of each token, ``[vocabulary]``."""
+        """Number of digits at the end of each token."""
         self.all_digits = np.array([bool(token) and token.isdigit() for token in tokens])
-        """True for tokens of digits alone, ``[vocabulary]``."""
+        """True for tokens that consist of digits."""
         self.begins_with_digit = np.array([token[:1].isdigit() for token in tokens])
-        """``[vocabulary]``."""
         self.no_digit_mask = ~_bitmask(self.begins_with_digit)
         self.letter_mask = _bitmask(np.array([bool(token) and token[0] in LETTERS for token in tokens]))
         """Tokens that begin with a letter of ``LETTERS``."""
         self.closer_mask = _bitmask(np.array([token[:1] == b'"' and CLOSERS.issuperset(token) for token in tokens]))
-        """Tokens that end a string, and do not begin another one."""
+        """Tokens that end a string and do not begin another one."""
 
 
 class BoundedGuide(Guide):
-    """Bounds the runs in the output of another guide.
+    """Limits runs of digits, and repetition in strings, in the output of another guide.
 
     Args:
-        guide: the grammar's.
-        classes: those of the vocabulary.
-        bounds_strings: also end strings that repeat themselves; requires that all text is within JSON.
+        guide: guide of the grammar.
+        classes: token classes of the vocabulary.
+        bounds_strings: also limit repetition in strings; requires that all output is JSON.
     """
 
     def __init__(self, guide: Guide, classes: TokenClasses, bounds_strings: bool) -> None:
@@ -65,11 +64,11 @@ class BoundedGuide(Guide):
         self._classes = classes
         self._bounds_strings = bounds_strings
         self._digits = 0
-        """Digits at the end of the output."""
+        """Number of digits at the end of the output."""
         self._recent: list[int] = []
         """The last ``MAX_PERIOD`` tokens, the newest first."""
         self._repeated = [0] * MAX_PERIOD
-        """For each period: tokens at the end of the output that equal the one a period before them."""
+        """Per period p (index p - 1): number of tokens at the end of the output that equal the token p before them."""
 
     def copy(self) -> BoundedGuide:
         copy = BoundedGuide(self._guide.copy(), self._classes, self._bounds_strings)
@@ -96,9 +95,9 @@ class BoundedGuide(Guide):
         return self._guide.is_terminated
 
     def validate_tokens(self, tokens: list[int]) -> int:
-        """Ends before the first token at a bound: the bitmask there may forbid what the grammar allows."""
+        """Stops before the first token at a limit, where the bitmask may forbid tokens that the grammar allows."""
         count = self._guide.validate_tokens(tokens)
-        state = BoundedGuide(self._guide, self._classes, self._bounds_strings)  # counts alone
+        state = BoundedGuide(self._guide, self._classes, self._bounds_strings)  # only its counters are used
         state._digits, state._recent, state._repeated = self._digits, self._recent.copy(), self._repeated.copy()
         for i, token in enumerate(tokens[:count]):
             if state._at_bound(token):
@@ -134,7 +133,7 @@ class BoundedGuide(Guide):
 
 
 class BoundedGrammar(Grammar):
-    """A grammar whose guides are bounded; arguments as for ``BoundedGuide``."""
+    """Grammar whose guides are ``BoundedGuide``. Takes the same arguments."""
 
     def __init__(self, grammar: Grammar, classes: TokenClasses, bounds_strings: bool) -> None:
         self.size = grammar.size
@@ -147,7 +146,7 @@ class BoundedGrammar(Grammar):
 
 
 def _restrict(row: np.ndarray, mask: np.ndarray) -> None:
-    """Allow only the tokens of a mask, if the row allows any of them."""
+    """Allow only the tokens in the mask, unless that would leave none."""
     if (row & mask).any():
         row &= mask
 

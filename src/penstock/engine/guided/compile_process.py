@@ -1,10 +1,10 @@
-"""Processes that compile grammars under limits of time and memory, so that a hostile grammar harms nobody.
+"""Compile processes: they compile grammars under limits of time and memory, which protects against hostile grammars.
 
-llguidance does not limit what compiling takes. A compile process loads it and the vocabulary once, has no threads, and
-forks itself for each grammar. The forked process reads its request from a socket, writes the result to it, and is ended
-by the kernel when it takes too much, or when the engine closes the socket, because nobody waits any more.
+llguidance does not limit the time and memory of compilation. A compile process loads llguidance and the vocabulary
+once, has no threads, and forks itself for each grammar. The forked process reads its request from a socket and writes
+the result to it. The kernel ends it if it exceeds a limit, or if the engine closes the socket to cancel.
 
-``serve`` is the process itself, ``CompileProcess`` the engine's side.
+``serve`` is the main function of the process, ``CompileProcess`` the engine's side.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ import msgspec
 from penstock.core import Code, PenstockError
 
 MAX_CPU_TIME = 10.0
-"""Seconds of processor time to compile one grammar."""
+"""Maximum seconds of processor time to compile one grammar."""
 MAX_WALL_TIME = 60.0
-"""Seconds to compile one grammar, whatever the processor time."""
+"""Maximum seconds of wall time to compile one grammar."""
 LIMIT_EXCEEDED = f"compiling it takes more than {MAX_CPU_TIME:g} seconds, or too much memory"
 STACK_SIZE = 256 * 2**20
-"""Stack to compile with, bytes: recursion is as deep as a schema's references. Only used pages take memory."""
+"""Bytes of the stack for compilation, which recurses as deep as a schema's references. Only used pages take memory."""
 _LENGTH = 8
-"""Bytes of the length before a message."""
+"""Bytes of the length prefix of a message."""
 
 
 class CompileResult(msgspec.Struct, omit_defaults=True):
-    """What compiling a grammar has come to."""
+    """Result of compiling a grammar."""
 
     size: int = 0
     """Bytes of memory that the grammar takes."""
     error: str = ""
-    """Why it is not supported; empty where compilation succeeded."""
+    """Error message; empty if compilation succeeded."""
 
 
 Compile = Callable[[bytes], CompileResult]
 
 
 def serve(prepare: Callable[[bytes], Compile], max_memory: int) -> None:
-    """Compile what the engine sends, until it ends.
+    """Compile grammars for the engine, until it closes the socket on stdin.
 
     Args:
-        prepare: makes the compiling function of ``CompileProcess``'s ``vocabulary``.
-        max_memory: bytes that compiling one grammar may take beside what is loaded.
+        prepare: creates the compile function from the ``vocabulary`` of ``CompileProcess``.
+        max_memory: maximum bytes that compiling one grammar may add to the memory of this process.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     control = socket.socket(fileno=sys.stdin.fileno())
@@ -74,10 +74,10 @@ def serve(prepare: Callable[[bytes], Compile], max_memory: int) -> None:
 
 
 def _serve_one(connection: socket.socket, compile_grammar: Compile, max_memory: int) -> None:
-    """Compile the grammar of one request, in a forked process."""
+    """Compile the grammar of one request, in the forked process."""
     request = _receive(connection)
     connection.sendall(os.getpid().to_bytes(_LENGTH))
-    _end_with(connection)
+    _end_on_close(connection)
     memory = _memory("VmData") + max_memory + STACK_SIZE
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -86,7 +86,7 @@ def _serve_one(connection: socket.socket, compile_grammar: Compile, max_memory: 
 
     def run() -> None:
         result = compile_grammar(request)
-        fcntl.fcntl(connection, fcntl.F_SETFL, 0)  # SIGIO also tells that there is room to write
+        fcntl.fcntl(connection, fcntl.F_SETFL, 0)  # SIGIO is also sent when the socket becomes writable
         _send(connection, msgspec.json.encode(result))
         os._exit(0)
 
@@ -96,17 +96,18 @@ def _serve_one(connection: socket.socket, compile_grammar: Compile, max_memory: 
     thread.join()
 
 
-def _end_with(connection: socket.socket) -> None:
-    """Have the kernel end this process when the other side closes the connection: SIGIO's default action."""
+def _end_on_close(connection: socket.socket) -> None:
+    """End this process when the other side closes the connection: the kernel sends SIGIO, whose default action is to
+    terminate."""
     fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(connection, fcntl.F_SETFL, os.O_ASYNC)
     with contextlib.suppress(BlockingIOError):
-        if not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):  # closed before
+        if not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):  # already closed
             os._exit(1)
 
 
 def memory_in_use() -> int:
-    """Bytes of this process's own memory that are in use."""
+    """Bytes of this process's anonymous resident memory."""
     return _memory("RssAnon")
 
 
@@ -120,7 +121,7 @@ def _send(connection: socket.socket, data: bytes) -> None:
 
 
 def _receive(connection: socket.socket) -> bytes:
-    """A message; empty where the other side has closed the connection."""
+    """Receive a message; empty if the other side has closed the connection."""
     length = _receive_exactly(connection, _LENGTH)
     return _receive_exactly(connection, int.from_bytes(length)) if length else b""
 
@@ -136,20 +137,20 @@ def _receive_exactly(connection: socket.socket, count: int) -> bytes:
 
 
 class Compilation:
-    """A grammar that is being compiled in a process of its own."""
+    """A grammar that is being compiled in a forked process."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._pid = 0
-        """Of the process; 0 before it has started."""
+        """PID of the forked process; 0 before it has started."""
 
     def wait(self, timeout: float | None) -> CompileResult:
-        """Wait for the result. Raises ``TimeoutError`` where compiling takes longer than ``timeout`` seconds."""
+        """Wait for the result. Raises ``TimeoutError`` if it takes longer than ``timeout`` seconds."""
         try:
             self._wait_for_start()
             self._connection.settimeout(timeout)
             self._connection.recv(1, socket.MSG_PEEK)
-            self._connection.settimeout(None)  # the result comes as a whole, soon after its first byte
+            self._connection.settimeout(None)  # the rest arrives soon after the first byte
             result = _receive(self._connection)
         except ConnectionResetError:
             result = b""
@@ -158,18 +159,18 @@ class Compilation:
         return msgspec.json.decode(result, type=CompileResult)
 
     def lower_priority(self) -> None:
-        """Let others have the processor first."""
+        """Give the process the lowest scheduling priority."""
         with contextlib.suppress(OSError):  # it has just ended
             self._wait_for_start()
             os.setpriority(os.PRIO_PROCESS, self._pid, 19)
 
     def _wait_for_start(self) -> None:
-        """Wait until the process has been forked, after the vocabulary has been loaded."""
+        """Wait until the process has been forked, for which the vocabulary has to be loaded."""
         if not self._pid:
             self._pid = int.from_bytes(_receive_exactly(self._connection, _LENGTH))
 
     def cancel(self) -> None:
-        """End the process: its result is not wanted any more. From any thread; ``wait`` returns."""
+        """End the process, so that ``wait`` returns. Thread-safe."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
@@ -178,10 +179,10 @@ class Compilation:
 
 
 class CompileProcess:
-    """Starts a compile process, and starts it again where it has died.
+    """Starts a compile process, and restarts it if it has died.
 
     Args:
-        vocabulary: what the ``prepare`` of ``llguidance_process`` takes.
+        vocabulary: message for the process (``VocabularyMessage`` as JSON).
     """
 
     def __init__(self, vocabulary: bytes) -> None:
@@ -194,7 +195,7 @@ class CompileProcess:
         with theirs:
             command = [sys.executable, "-P", "-m", f"{__package__}.llguidance_process"]
             output = subprocess.DEVNULL
-            process = subprocess.Popen(  # in its own group: a terminal's Ctrl-C must not end work under way
+            process = subprocess.Popen(  # in a process group of its own, which Ctrl-C in a terminal does not reach
                 command, stdin=theirs.fileno(), stdout=output, stderr=output, process_group=0
             )
         self._process, self._control = process, ours
@@ -203,7 +204,7 @@ class CompileProcess:
             _send(ours, self._vocabulary)
 
     def compile(self, request: bytes) -> Compilation:
-        """Start to compile a grammar. Raises ``PenstockError`` (``internal``) where the process dies twice."""
+        """Start to compile a grammar. Raises ``PenstockError`` (``internal``) if the process dies twice."""
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
             for _ in range(2):
@@ -217,8 +218,8 @@ class CompileProcess:
                     self._process.kill()
                     self._process.wait()
             else:
-                raise PenstockError(Code.INTERNAL, "the process in which grammars are compiled has died twice")
-        with contextlib.suppress(OSError):  # it has died; ``Compilation.wait`` finds out
+                raise PenstockError(Code.INTERNAL, "the process that compiles grammars has died twice")
+        with contextlib.suppress(OSError):  # the process has died; ``Compilation.wait`` reports it
             _send(ours, request)
         return Compilation(ours)
 

@@ -1,4 +1,4 @@
-"""The grammar compiler: compiles with llguidance, in other processes, and caches compiled grammars."""
+"""The grammar compiler: compiles grammars with llguidance and caches them."""
 
 from __future__ import annotations
 
@@ -27,36 +27,35 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_CACHED_BYTES = 2**28
-"""Memory of the cached grammars, bytes."""
+"""Maximum bytes of cached grammars."""
 MIN_CACHED_SIZE = 2**16
-"""Bytes that a cached grammar counts at least, with what belongs to it."""
+"""Minimum bytes that a cached grammar is counted with, for its key and bookkeeping."""
 QUICK_TIME = 0.5
-"""Seconds after which a grammar is one of the slow ones, which wait for each other and not the others for them."""
+"""Seconds after which a compilation moves to the threads for slow grammars, so that it does not delay quick ones."""
 MAX_NAMED_PARTS = 64
-"""Schemas of a refused structural tag that are compiled one by one, to name the one at fault."""
+"""Maximum number of schemas of a refused structural tag that are compiled one by one, to name the invalid one."""
 NUM_THREADS = 2
-"""Grammars that are compiled at the same time, of the quick ones and of the slow ones."""
+"""Number of threads for quick grammars, and number of threads for slow grammars."""
 
 
 class GrammarCompiler:
-    """Compiles grammars in processes that end with limits of time and memory, and caches them. Nothing is kept of one
-    that failed, or of one whose request has ended.
+    """Compiles grammars in processes with limits of time and memory, and caches them, except failed and cancelled ones.
 
-    A grammar that is not compiled within ``QUICK_TIME`` begins anew among the slow ones, at the lowest priority.
+    A grammar not compiled within ``QUICK_TIME`` is compiled anew by the threads for slow grammars, at lowest priority.
 
     Args:
-        backend: ``off`` to refuse all grammars; every other name of ``GuidedBackend`` is llguidance.
+        backend: ``off`` to refuse all grammars; every other ``GuidedBackend`` means llguidance.
         vocab_size: number of tokens of the model.
     """
 
     def __init__(self, backend: str, vocab_size: int) -> None:
         if backend in ("xgrammar", "outlines", "lm-format-enforcer"):
-            logger.info("guided_decoding_backend %s: llguidance is used, which follows the same constraints", backend)
+            logger.info("guided_decoding_backend %s: llguidance is used instead, with the same constraints", backend)
         self._off = backend == "off"
         self._vocab_size = vocab_size
         self._vocabulary: Vocabulary | None = None
         self._vocabulary_failure: Failure | None = None
-        """Why the backend cannot use the vocabulary."""
+        """Error of the backend for this vocabulary; None without one."""
         self._vocabulary_lock = threading.Lock()
         self._backend: LLGuidance | None = None
         """None until the vocabulary is loaded."""
@@ -67,23 +66,23 @@ class GrammarCompiler:
         self._compiling: dict[GuidedDecodingParams, Future[Grammar]] = {}
 
     def set_vocabulary(self, get_vocabulary: Callable[[], Vocabulary]) -> None:
-        """Set the model's vocabulary; ``get_vocabulary`` is called where none is set yet."""
+        """Set the model's vocabulary, unless it is set already."""
         if self._vocabulary is None:
             self._vocabulary = get_vocabulary()
 
     def preload_vocabulary(self) -> None:
-        """Give the backend the vocabulary in the compiler's thread, before the first grammar needs it.
+        """Load the vocabulary in a thread of the compiler, before the first grammar needs it.
 
-        To be called while the engine is idle: with 150,000 tokens, llguidance holds the GIL for one or two seconds.
+        Call this while the engine is idle: with 150,000 tokens, llguidance holds the GIL for one or two seconds.
         """
         if self._vocabulary and not self._off and self._preload is None:
             self._preload = self._quick.submit(self._load_vocabulary)
 
     def compile(self, params: GuidedDecodingParams) -> Future[Grammar]:
-        """Compile a grammar, or take it from the cache. The future raises ``PenstockError`` where it is wrong, takes
-        too much or is not supported; cancelling it ends the work.
+        """Compile a grammar, or get it from the cache. The future raises ``PenstockError`` if the grammar is invalid,
+        not supported, or exceeds the limits. Cancelling it ends the compilation.
 
-        Raises ``PenstockError``: ``unsupported`` where guided decoding is off, ``unavailable`` without a vocabulary.
+        Raises ``PenstockError``: ``unsupported`` if guided decoding is off, ``unavailable`` without a vocabulary.
         """
         if self._off:
             raise PenstockError(Code.UNSUPPORTED, "guided decoding is off (guided_decoding_backend)", params.field)
@@ -100,7 +99,7 @@ class GrammarCompiler:
         return future
 
     def _run(self, params: GuidedDecodingParams, future: Future[Grammar], timeout: float | None) -> None:
-        """Compile a grammar for a future, in a thread; among the slow ones where it takes longer than ``timeout``."""
+        """Compile a grammar and complete ``future``, in a thread; after ``timeout``, move it to the slow threads."""
         try:
             grammar = None if future.cancelled() else self._compile(params, future, timeout)
         except TimeoutError:
@@ -109,7 +108,7 @@ class GrammarCompiler:
         except Exception as error:
             self._forget(params, future)
             if future.set_running_or_notify_cancel():
-                # Without the traceback, whose variables would stay as long as the future.
+                # without the traceback, which would keep its frames' variables alive as long as the future
                 future.set_exception(error.with_traceback(None))
             return
         if grammar:
@@ -120,13 +119,13 @@ class GrammarCompiler:
             future.set_result(grammar)
 
     def _forget(self, params: GuidedDecodingParams, future: Future[Grammar]) -> None:
-        if self._compiling.get(params) is future:  # not another one since it was cancelled
+        if self._compiling.get(params) is future:  # unless it was cancelled and replaced by another
             del self._compiling[params]
 
     def _compile(self, params: GuidedDecodingParams, future: Future[Grammar], timeout: float | None) -> Grammar:
-        """Compile a constraint. An error in a structural tag names the text before the schema that is at fault.
+        """Compile a constraint. If a schema in a structural tag is invalid, the error quotes the text before it.
 
-        Raises ``TimeoutError`` where it takes longer than ``timeout`` seconds, None: as long as it may.
+        Raises ``TimeoutError`` if it takes longer than ``timeout`` seconds; None: no limit but that of the process.
         """
         try:
             return self._compile_whole(params, future, timeout)
@@ -155,7 +154,7 @@ class GrammarCompiler:
         except RecursionError as error:
             raise invalid(field, "is nested too deeply") from error
         except (ValueError, TypeError, AttributeError, AssertionError) as error:
-            raise invalid(field, f"is wrong: {one_line(str(error))}") from error
+            raise invalid(field, f"is invalid: {one_line(str(error))}") from error
         result = _compile_in_process(backend, request, future, timeout)
         if result.error:
             raise _unsupported(field, result.error)
@@ -165,12 +164,12 @@ class GrammarCompiler:
         return BoundedGrammar(grammar, backend.token_classes, bounds_strings=not allows_free_text(params))
 
     def _load_vocabulary(self) -> None:
-        """Give the backend the vocabulary, once, even where that fails."""
+        """Create the backend with the vocabulary. Does nothing after the first call, even if that failed."""
         with self._vocabulary_lock:
             if self._backend or self._vocabulary_failure:
                 return
             assert self._vocabulary is not None
-            from .backend_llguidance import LLGuidance  # not imported before a grammar may come
+            from .backend_llguidance import LLGuidance  # imported only if guided decoding may be used
 
             started = time.monotonic()
             try:
@@ -199,7 +198,7 @@ def _unsupported(field: str, message: str) -> PenstockError:
 
 
 class GrammarCache:
-    """Compiled grammars, the least recently used of which go once they take too much memory together."""
+    """LRU cache of compiled grammars, limited to ``MAX_CACHED_BYTES``."""
 
     def __init__(self) -> None:
         self._grammars: OrderedDict[GuidedDecodingParams, Grammar] = OrderedDict()
@@ -227,7 +226,7 @@ def _size(grammar: Grammar) -> int:
 
 
 def _executor(name: str, initializer: Callable[[], None] | None = None) -> ThreadPoolExecutor:
-    """Threads with a stack for schemas as deep as they are allowed to be."""
+    """Threads with a stack that is large enough for the deepest allowed schema."""
     default_stack_size = threading.stack_size(STACK_SIZE)
     try:
         executor = ThreadPoolExecutor(NUM_THREADS, name, initializer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 SOURCE_LINE = re.compile(r"\d+ \| ")
-"""A line of the grammar, which llguidance's messages repeat."""
+"""Beginning of a line that quotes the grammar in llguidance's messages."""
 
 
 class UnsupportedError(ValueError):
@@ -13,6 +13,6 @@ class UnsupportedError(ValueError):
 
 
 def one_line(message: str) -> str:
-    """A library's error message on one line, at most 500 characters, without the excerpt of the grammar's source."""
+    """Shorten llguidance's error message to one line of at most 500 characters, without the quoted grammar."""
     lines = [line.strip() for line in message.splitlines()]
     return " ".join(line for line in lines if line.strip("^ ") and not SOURCE_LINE.match(line))[:500]

@@ -1,6 +1,6 @@
-"""The process that tries grammars with llguidance: ``python -m penstock.engine.guided.llguidance_process``.
+"""The process that compiles grammars with llguidance: ``python -m penstock.engine.guided.llguidance_process``.
 
-llguidance cannot serialize a compiled grammar, so the engine compiles it again once it is known to take little.
+llguidance cannot serialize a compiled grammar, so the engine compiles it again once it has passed the limits here.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from .errors import one_line
 from .vocabulary import load_tokenizer
 
 MAX_MEMORY = 2**28
-"""Bytes to compile one grammar, its first state included."""
+"""Maximum bytes to compile one grammar, its first state included."""
 MAX_LEXER_STATES = 50_000
-"""States of a grammar's lexer, which sequences add to as they reach them, of one or two kB each."""
+"""Maximum number of states of a grammar's lexer, of one or two kB each. They are created as sequences reach them."""
 
 
 class VocabularyMessage(msgspec.Struct):
-    """The vocabulary, as ``load_tokenizer`` takes it."""
+    """Arguments of ``load_tokenizer``."""
 
     vocabulary: Vocabulary
     vocab_size: int
 
 
 def compile_grammar(tokenizer: Any, grammar: str) -> Any:
-    """llguidance's matcher of a grammar, whose first state is compiled. It may be in error."""
+    """Compile a grammar and its first state. Returns llguidance's matcher, which may have an error."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(max_lexer_states=MAX_LEXER_STATES))
     if not matcher.is_error():
         matcher.compute_bitmask()

@@ -1,4 +1,4 @@
-"""A guide for sequences with reasoning, which may be limited in length; the grammar applies to the answer after it."""
+"""Guide for sequences with reasoning: limits the reasoning, and applies the grammar to the answer after it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from .backend import Grammar, Guide
 
 
 class ReasoningPhase(Enum):
-    """The part of the output that a sequence's next token belongs to."""
+    """Part of the output that a sequence's next token belongs to."""
 
-    OPENING = auto()  # the tokens that begin the reasoning are forced
-    BEFORE = auto()  # the first token begins the reasoning, or the answer
+    OPENING = auto()  # forced tokens that begin the reasoning
+    BEFORE = auto()  # the first token begins either the reasoning or the answer
     REASONING = auto()
     SEPARATOR = auto()  # between the end-of-reasoning token and the answer
     ANSWER = auto()
 
 
 class ReasoningGuide(Guide):
-    """Guides a sequence through its reasoning, and then by the guide of its answer.
+    """Guides a sequence through its reasoning, then applies the guide of the answer.
 
     Args:
-        span: the token ids around the reasoning.
-        reasoning_limit: reasoning tokens after which the end-of-reasoning token is forced; None is unlimited.
+        span: token ids around the reasoning.
+        reasoning_limit: number of reasoning tokens after which the end-of-reasoning token is forced; None: unlimited.
         answer: guide of the answer; None allows any answer.
-        answer_limit: tokens of the answer; None is unlimited.
+        answer_limit: maximum number of tokens of the answer; None: unlimited.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ReasoningGuide(Guide):
         if span.begun:
             self._phase = ReasoningPhase.REASONING
         self._num_forced = 0
-        """Tokens of ``span.opening``, or of ``span.answer``, generated so far in their phase."""
+        """Number of forced tokens (``span.opening`` or ``span.answer``) generated so far in the current phase."""
 
     def copy(self) -> ReasoningGuide:
         answer = self._answer.copy() if self._answer else None
@@ -55,7 +55,7 @@ class ReasoningGuide(Guide):
         return not self._forced() and (self._answer is None or self._phase is ReasoningPhase.REASONING)
 
     def replace_eos(self, eos_token_id: int) -> int:
-        """EOS within the reasoning ends the reasoning where a grammar has to follow."""
+        """End-of-reasoning token for an EOS within the reasoning, if a guided answer has to follow."""
         return self._span.end if self._answer and self._phase is ReasoningPhase.REASONING else eos_token_id
 
     def accept_token(self, token: int) -> bool:
@@ -81,10 +81,10 @@ class ReasoningGuide(Guide):
             self._answer_left -= 1
         return self._answer is None or self._answer.accept_token(token)
 
-    def _accept_forced(self, tokens: tuple[int, ...], following: ReasoningPhase) -> None:
+    def _accept_forced(self, tokens: tuple[int, ...], next_phase: ReasoningPhase) -> None:
         self._num_forced += 1
         if self._num_forced == len(tokens):
-            self._phase, self._num_forced = following, 0
+            self._phase, self._num_forced = next_phase, 0
 
     @property
     def failure(self) -> Failure | None:
@@ -134,7 +134,7 @@ class ReasoningGuide(Guide):
 
 
 def make_guide(request: EngineRequest, grammar: Grammar | None) -> Guide | None:
-    """The guide for a sequence of a request; None where all tokens are always allowed."""
+    """Create the guide for a sequence of a request; None if all tokens are always allowed."""
     answer = grammar.new_guide() if grammar else None
     limit, answer_limit = request.sampling.reasoning_max_tokens, request.sampling.response_max_tokens
     if request.reasoning is None or (answer is None and limit is None and answer_limit is None):

@@ -1,7 +1,7 @@
-"""Structural tags: texts, schemas and regular expressions combined, parsed from requests.
+"""Structural tags: combinations of texts, schemas and regular expressions, parsed from requests.
 
-A request gives either ``{"structures", "triggers"}``, free text with tagged parts, or ``{"format": …}``, a tree of
-formats by ``type``. Names and fields are those of xgrammar and vLLM.
+A request contains either ``{"structures", "triggers"}``, free text with tagged parts, or ``{"format": …}``, a tree of
+formats with a ``type`` each. Names and fields are those of xgrammar and vLLM.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.core.json_schema import drop_annotations
 from .errors import UnsupportedError
 
 MAX_DEPTH = 32
-"""Nested formats."""
+"""Maximum depth of nested formats."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class ConstStringFormat:
 
 @dataclass(frozen=True)
 class JSONSchemaFormat:
-    """A JSON document of a schema."""
+    """A JSON document that follows a schema."""
 
     schema: dict[str, Any]
-    """Without annotations (``drop_annotations``)."""
+    """JSON Schema without annotations (``drop_annotations``)."""
     separators: tuple[str, str] | None = None
-    """Text between items, and between key and value; None for the request's whitespace options."""
+    """Text between items, and text between key and value; None for the request's whitespace options."""
 
 
 @dataclass(frozen=True)
@@ -69,17 +69,17 @@ class RepeatFormat:
 
 @dataclass(frozen=True)
 class TagFormat:
-    """A tagged part of a free text: begin text, content, end text."""
+    """A tagged part of free text: begin text, content, end text."""
 
     trigger: str
-    """Prefix of ``begin`` that starts the tag when it is generated in the free text."""
+    """Prefix of ``begin`` that starts the tag when it occurs in the free text."""
     begin: str
     content: Format
     end: str
 
     @property
     def after_trigger(self) -> Format:
-        """The rest of ``begin``, and the content."""
+        """Rest of ``begin`` after the trigger, followed by the content."""
         return SequenceFormat((ConstStringFormat(self.begin[len(self.trigger) :]), self.content))
 
 
@@ -96,7 +96,7 @@ Format = ConstStringFormat | JSONSchemaFormat | RegexFormat | SequenceFormat | O
 def parse_structural_tag(params: GuidedDecodingParams) -> Format | TriggeredTagsFormat:
     """Parse the structural tag of a request.
 
-    Raises ``ValueError`` where it is wrong, ``UnsupportedError`` for unknown formats and fields.
+    Raises ``ValueError`` if it is invalid, ``UnsupportedError`` for unknown formats and fields.
     """
     document = json.loads(params.structural_tag)
     if document.get("type", "structural_tag") != "structural_tag":
@@ -113,13 +113,13 @@ def parse_structural_tag(params: GuidedDecodingParams) -> Format | TriggeredTags
 
 
 def allows_free_text(params: GuidedDecodingParams) -> bool:
-    """Whether a constraint allows text that is neither fixed nor within JSON."""
+    """True if a constraint allows text that is neither fixed nor within JSON."""
     return bool(params.structural_tag) and _has_free_text(parse_structural_tag(params))
 
 
 def json_parts(params: GuidedDecodingParams) -> list[tuple[str, dict[str, Any]]]:
-    """The schemas in a structural tag, each with the fixed text before it; empty for other constraints, and for a
-    structural tag that is malformed."""
+    """Schemas in a structural tag, each with the fixed text before it. Empty for other constraints, and for an invalid
+    structural tag."""
     if params.structural_tag is None:
         return []
     try:
@@ -179,25 +179,25 @@ def _triggered(fields: dict[str, Any]) -> TriggeredTagsFormat:
 
 def _tag(triggers: Any, begin: Any, content: Format, end: Any) -> TagFormat:
     if not isinstance(triggers, list) or not all(isinstance(trigger, str) and trigger for trigger in triggers):
-        raise ValueError(f"triggers must be a list of texts, is {triggers!r:.50}")
+        raise ValueError(f"triggers must be a list of non-empty strings, is {triggers!r:.50}")
     if not isinstance(begin, str) or not isinstance(end, str):
-        raise ValueError(f"begin and end must be text, are {begin!r:.50} and {end!r:.50}")
+        raise ValueError(f"begin and end must be strings, are {begin!r:.50} and {end!r:.50}")
     matching = {trigger for trigger in triggers if begin.startswith(trigger)}
     if not matching:
-        raise ValueError(f"begin must be text that starts with a trigger, is {begin!r:.50}")
+        raise ValueError(f"begin must start with a trigger, is {begin!r:.50}")
     if len(matching) > 1:
-        raise UnsupportedError(f"{begin!r:.50}, which begins with several triggers")
+        raise UnsupportedError(f"begin {begin!r:.50}, which starts with several triggers")
     return TagFormat(matching.pop(), begin, content, end)
 
 
 def _tag_fields(tag: dict[str, Any]) -> tuple[str, Format, str]:
-    """The begin text, content and end text of a tag."""
+    """Begin text, content and end text of a tag."""
     _check_fields(tag, "begin", "content", "end")
     if tag.get("type", "tag") != "tag":
         raise ValueError(f"type of a tag must be tag, is {tag['type']!r:.50}")
     begin, end = tag.get("begin"), tag.get("end")
     if not isinstance(begin, str) or not isinstance(end, str):
-        raise ValueError(f"begin and end must be text, are {begin!r:.50} and {end!r:.50}")
+        raise ValueError(f"begin and end must be strings, are {begin!r:.50} and {end!r:.50}")
     if not isinstance(content := tag.get("content"), dict):
         raise ValueError(f"content must be an object, is {content!r:.50}")
     return begin, _format(content), end
@@ -208,14 +208,15 @@ def _format(fields: dict[str, Any]) -> Format:
     if kind == "triggered_tags":
         raise UnsupportedError("triggered_tags within another format")
     if kind not in FORMATS:
-        raise UnsupportedError(f"format {kind!r:.50}; there are {', '.join(FORMATS)} and, alone, triggered_tags")
+        message = f"format {kind!r:.50}; supported are {', '.join(FORMATS)}, and triggered_tags as the only format"
+        raise UnsupportedError(message)
     return FORMATS[kind](fields)
 
 
 def _text(fields: dict[str, Any]) -> Format:
     _check_fields(fields, "value")
     if not isinstance(value := fields.get("value"), str):
-        raise ValueError(f"value must be text, is {value!r:.50}")
+        raise ValueError(f"value must be a string, is {value!r:.50}")
     return ConstStringFormat(value)
 
 
@@ -230,14 +231,14 @@ def _json(fields: dict[str, Any]) -> Format:
     if separators is None:
         return JSONSchemaFormat(schema)
     if not isinstance(separators, list) or [type(text) for text in separators] != [str, str]:
-        raise ValueError(f"separators must be two texts, are {separators!r:.50}")
+        raise ValueError(f"separators must be a list of two strings, is {separators!r:.50}")
     return JSONSchemaFormat(schema, (separators[0], separators[1]))
 
 
 def _regex(fields: dict[str, Any]) -> Format:
     _check_fields(fields, "pattern")
     if not isinstance(pattern := fields.get("pattern"), str):
-        raise ValueError(f"pattern must be text, is {pattern!r:.50}")
+        raise ValueError(f"pattern must be a string, is {pattern!r:.50}")
     return RegexFormat(pattern)
 
 
@@ -268,7 +269,7 @@ def _tags_with_separator(fields: dict[str, Any]) -> Format:
     separator = fields.get("separator")
     at_least_one, once = fields.get("at_least_one", False), fields.get("stop_after_first", False)
     if not isinstance(separator, str):
-        raise ValueError(f"separator must be text, is {separator!r:.50}")
+        raise ValueError(f"separator must be a string, is {separator!r:.50}")
     if not isinstance(at_least_one, bool) or not isinstance(once, bool):
         raise ValueError(
             f"at_least_one and stop_after_first must be true or false, are {at_least_one!r:.50} and {once!r:.50}"
@@ -294,13 +295,13 @@ FORMATS: dict[str, Callable[[dict[str, Any]], Format]] = {
 
 
 def _check_fields(fields: dict[str, Any], *names: str) -> None:
-    """Raises ``UnsupportedError`` for a field that is none of ``names``."""
-    if other := next((name for name in fields if name not in (*names, "type")), None):
-        raise UnsupportedError(f"{other!s:.50} of {fields.get('type', 'structural_tag')!s:.50}")
+    """Raise ``UnsupportedError`` for a field that is not in ``names``."""
+    if unknown := next((name for name in fields if name not in (*names, "type")), None):
+        raise UnsupportedError(f"field {unknown!s:.50} of {fields.get('type', 'structural_tag')!s:.50}")
 
 
 def _depth(fields: dict[str, Any]) -> int:
-    """The depth of nested formats."""
+    """Depth of nested formats."""
     depth, level = 0, [fields]
     while level:
         depth += 1
@@ -314,8 +315,8 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _objects(fields: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """A field that is a list of at least one object."""
+    """Get a field that has to be a non-empty list of objects."""
     value = fields.get(name)
     if not isinstance(value, list) or not value or not all(isinstance(part, dict) for part in value):
-        raise ValueError(f"{name} must be a list of objects, with at least one, is {value!r:.50}")
+        raise ValueError(f"{name} must be a non-empty list of objects, is {value!r:.50}")
     return value

@@ -1,4 +1,4 @@
-"""The model's vocabulary for guided decoding, as llguidance reads it."""
+"""The model's vocabulary in the form that llguidance needs."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from .added_tokens import AddedTokens
 from .errors import one_line
 
 GIL_PAUSE = 0.05
-"""Seconds between the two halves of loading a tokenizer, each of which holds the GIL; a step can start in between."""
+"""Seconds to pause between the two halves of loading a tokenizer. Each holds the GIL; a step can start in between."""
 SLICES = [
     r"[ \n\r\t]+",
     *(rf'[^"\\\x00-\x1F\x7F]{{1,{length}}}' for length in (2, 4, 6, 8, 10, 12, 16, 20, 30)),
     r'[^"\\\x00-\x1F\x7F]+',
 ]
-"""llguidance's slices: sets of tokens whose bits it computes together, here those of whitespace and of JSON strings up
-to some lengths. With its two default lengths, bitmasks of strings of bounded length take 1.4 times as long."""
+"""llguidance's slices: sets of tokens whose bits are computed together. Here: whitespace, and JSON strings of up to
+several lengths. With llguidance's two default lengths, bitmasks of length-limited strings take 1.4 times as long."""
 
 
 def sampled_vocabulary(vocabulary: Vocabulary, vocab_size: int) -> Vocabulary:
-    """A vocabulary without added tokens that the model never samples, as their ids are beyond its own tokens.
+    """Remove added tokens that the model cannot sample, since their ids are not below ``vocab_size``.
 
     Args:
         vocab_size: number of tokens of the model.
@@ -39,7 +39,7 @@ def sampled_vocabulary(vocabulary: Vocabulary, vocab_size: int) -> Vocabulary:
 
 
 def load_tokenizer(vocabulary: Vocabulary, vocab_size: int) -> Any:
-    """llguidance's ``LLTokenizer``: each token's bytes, and which tokens are special.
+    """Create llguidance's ``LLTokenizer``.
 
     Args:
         vocab_size: number of tokens of the model, padding included.
@@ -58,23 +58,23 @@ def load_tokenizer(vocabulary: Vocabulary, vocab_size: int) -> Any:
 
 
 def read_added_tokens(vocabulary: Vocabulary) -> AddedTokens:
-    """The added tokens (``<think>`` …) of a vocabulary."""
+    """Added tokens (``<think>``, …) of a vocabulary."""
     entries = json.loads(vocabulary.tokenizer).get("added_tokens") or ()
     return AddedTokens({entry["content"]: entry["id"] for entry in entries}, frozenset(vocabulary.eos))
 
 
 def check_no_added_tokens(params: GuidedDecodingParams, added_tokens: Iterable[str]) -> None:
-    """Raises ``PenstockError`` (``unsupported``) where a constant, pattern or choice contains an added token's text:
-    the model writes it as that token, and llguidance compares text."""
+    """Raise ``PenstockError`` (``unsupported``) if a constant, pattern or choice contains the text of an added token:
+    the model generates it as that token, but llguidance matches text."""
     document = params.json or params.structural_tag
     text = "\n".join([params.regex or "", *(params.choice or ()), *_constants(document and json.loads(document))])
     if token := next((token for token in added_tokens if token in text), None):
-        words = f"{params.field}: not supported: {token!r} is an added token of this model, not text"
-        raise PenstockError(Code.UNSUPPORTED, words, params.field)
+        message = f"{params.field}: not supported: {token!r} is an added token of this model, not text"
+        raise PenstockError(Code.UNSUPPORTED, message, params.field)
 
 
 def _constants(part: Any, key: str = "") -> Iterator[str]:
-    """The constants, patterns and property names of a schema or structural tag."""
+    """Constants, patterns and property names in a schema or structural tag."""
     if isinstance(part, str) and key in ("const", "enum", "pattern"):
         yield part
     elif isinstance(part, list):

@@ -1,1 +1,1 @@
-"""The paged KV cache: its size, the pool of blocks, their allocation to sequences, and prefix caching."""
+"""The paged KV cache: its size, the block pool, allocation of blocks to sequences, prefix caching, and offloading."""

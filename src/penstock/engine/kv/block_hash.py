@@ -1,4 +1,4 @@
-"""Hashes for prefix caching: one for each full block, of its tokens and of all before them."""
+"""Hashes for prefix caching: one per full block, over its tokens and all tokens before them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from penstock.core.multimodal import ImageInput
 
 HASH_BYTES = 16
-"""Length of a hash. 128 bits, since a collision would show one user another's keys and values."""
+"""Length of a hash. 128 bits, since a collision would mix the KV of different prompts, possibly of different users."""
 
 
 def root_hash(weights: str, adapter: str = "", salt: str = "") -> bytes:
-    """The parent hash of the first block, ``HASH_BYTES`` long: of everything but the tokens that keys and values depend
-    on.
+    """Parent hash of the first block, over everything besides the tokens that keys and values depend on.
 
     Args:
         weights: version of the weights.
@@ -37,13 +36,13 @@ def extend_block_hashes(
 ) -> None:
     """Append the hashes of the full blocks of ``tokens`` that ``block_hashes`` lacks.
 
-    Blocks with placeholders of images also have the images' contents, places and times in their hashes, since all
+    Hashes of blocks with image placeholders include the contents, positions and times of the images, since all
     placeholders are the same token.
 
     Args:
         block_hashes: the i-th is the hash of the first ``(i + 1) * block_size`` tokens.
-        start: ``root_hash``, the parent hash of the first block; unused where ``block_hashes`` is not empty.
-        images: of the prompt that ``tokens`` begin with.
+        start: ``root_hash``, the parent hash of the first block; unused if ``block_hashes`` is not empty.
+        images: images of the prompt, which is the beginning of ``tokens``.
     """
     for begin in range(len(block_hashes) * block_size, len(tokens) // block_size * block_size, block_size):
         block = array("I", tokens[begin : begin + block_size]).tobytes()

@@ -1,4 +1,4 @@
-"""The pool of KV blocks: reference counts, free blocks, and the cached prefixes that blocks hold."""
+"""The pool of KV blocks: reference counts, free blocks, and the prefix cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class BlockPool:
 
     Args:
         blocks: number of blocks.
-        block_size: tokens in a block.
+        block_size: tokens per block.
     """
 
     def __init__(self, blocks: int, block_size: int) -> None:
@@ -25,7 +25,7 @@ class BlockPool:
         self._block_by_hash: dict[bytes, int] = {}
         self._hash_of: list[bytes | None] = [None] * blocks
         self.num_evictions = 0
-        """Number of cached blocks that were allocated again."""
+        """Number of cached blocks that were evicted (allocated again)."""
 
     @property
     def num_free(self) -> int:
@@ -46,7 +46,7 @@ class BlockPool:
         return -(-tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate blocks, each with one reference. Raises ``ValueError`` where fewer are free."""
+        """Allocate blocks, each with one reference. Raises ``ValueError`` if fewer are free."""
         if count > len(self._free):
             raise ValueError(f"cannot allocate {count} blocks: {len(self._free)} are free")
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
@@ -57,7 +57,7 @@ class BlockPool:
         return blocks
 
     def incref(self, blocks: Iterable[int]) -> None:
-        """Add a reference to each block, which may be in use, or free and cached."""
+        """Add a reference to each block. Blocks may be in use, or free and cached."""
         for block in blocks:
             if self._ref_counts[block] == 0:
                 del self._free[block]
@@ -66,9 +66,11 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Remove a reference from each block of a sequence.
 
+        Blocks that are not cached are reused before all cached blocks.
+
         Args:
-            blocks: in the order of the tokens. The last ones become free first, so that the end of a cached prefix is
-                evicted before its beginning. Blocks that are not cached are allocated before any that are.
+            blocks: blocks in the order of the tokens. The last is freed first, so that the end of a cached prefix is
+                evicted before its beginning.
         """
         for block in reversed(blocks):
             self._ref_counts[block] -= 1
@@ -79,15 +81,14 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def cache_block(self, block: int, block_hash: bytes) -> None:
-        """Add ``block``, full and computed, to the prefix cache under ``block_hash``, unless the cache already has
-        a block under it."""
+        """Add a full, computed block to the prefix cache, unless another block is cached under ``block_hash``."""
         if block_hash not in self._block_by_hash:
             self._evict(block)
             self._block_by_hash[block_hash] = block
             self._hash_of[block] = block_hash
 
     def find_longest_hit(self, block_hashes: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest cached prefix: those of ``block_hashes`` up to the first hash that is not cached.
+        """Blocks of the longest cached prefix: those of ``block_hashes`` before the first hash that is not cached.
         Adds no references; call ``incref`` to keep them."""
         blocks = []
         for block_hash in block_hashes:
@@ -97,7 +98,7 @@ class BlockPool:
         return blocks
 
     def cached_block(self, block_hash: bytes) -> int | None:
-        """The block that is cached under a hash; None where there is none."""
+        """Block that is cached under a hash; None if the hash is not cached."""
         return self._block_by_hash.get(block_hash)
 
     @property
@@ -107,23 +108,21 @@ class BlockPool:
 
     @property
     def states(self) -> str:
-        """A digit for each block: 0 free, 1 free with a cached prefix, 2 with one reference, 3 with several."""
-        described = zip(self._ref_counts, self._hash_of, strict=True)
-        return "".join(
-            "3" if refs > 1 else "2" if refs else "0" if cached is None else "1" for refs, cached in described
-        )
+        """One digit per block: 0 free, 1 free and cached, 2 one reference, 3 several references."""
+        blocks = zip(self._ref_counts, self._hash_of, strict=True)
+        return "".join("3" if refs > 1 else "2" if refs else "0" if cached is None else "1" for refs, cached in blocks)
 
     def num_free_among(self, blocks: Iterable[int]) -> int:
-        """Number of ``blocks`` without references: ``incref`` of all lowers ``num_free`` by it."""
+        """Number of ``blocks`` without references: ``incref`` of all of them lowers ``num_free`` by this number."""
         return sum(self._ref_counts[block] == 0 for block in blocks)
 
     def clear_cache(self) -> None:
-        """Remove all blocks from the cache, as after a change of weights."""
+        """Remove all blocks from the prefix cache, for example after a weight update."""
         self._block_by_hash.clear()
         self._hash_of = [None] * self.total
 
     def uncache(self, blocks: Iterable[int]) -> None:
-        """Remove blocks from the cache."""
+        """Remove blocks from the prefix cache."""
         for block in blocks:
             self._evict(block)
 

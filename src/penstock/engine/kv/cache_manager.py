@@ -18,50 +18,50 @@ from .block_pool import BlockPool
 from .offloading import KVOffloading
 
 SPARE_BLOCKS = 32
-"""One of so many blocks is left free for running sequences when blocks for an import are allocated."""
+"""An import leaves at least ``1 / SPARE_BLOCKS`` of all blocks free for running sequences."""
 
 
 class CacheHit(NamedTuple):
-    """Leading tokens of a waiting sequence whose keys and values exist, and need not be computed."""
+    """Leading tokens of a waiting sequence whose KV exists already."""
 
     num_computed: int
     """Number of these tokens."""
     blocks: list[int]
-    """Blocks of the prefix cache that hold them; empty for a sequence that is swapped in."""
+    """Their cached blocks on the device; empty for a sequence that is swapped in."""
     num_loaded: int = 0
-    """Number of blocks that follow these in the host tier of the prefix cache."""
+    """Number of further blocks to load from the host tier of the prefix cache."""
 
 
 class ImportedPrefix(NamedTuple):
-    """Leading tokens of a prompt whose keys and values came from another engine, in blocks with a reference each."""
+    """Leading tokens of a prompt whose KV was imported from another engine. Holds a reference to each block."""
 
     num_tokens: int
     blocks: list[int]
     num_cached: int
-    """Number of these tokens that were in this engine's prefix cache or in the other's."""
+    """Number of these tokens that came from the prefix cache, of this engine or the other."""
     generation: int = 0
-    """``KVCacheManager.generation`` when they were imported."""
+    """``KVCacheManager.generation`` at the time of the import."""
 
 
 class BlockDemand(NamedTuple):
     """Numbers of KV blocks that a waiting sequence needs to start."""
 
     total: int
-    """Blocks of its block table, those of its cache hit included."""
+    """Length of its block table, with the blocks of its cache hit."""
     from_free: int
-    """How many of ``total`` are free now: ``BlockPool.num_free`` falls by it."""
+    """Number of blocks of ``total`` that are free now: ``BlockPool.num_free`` decreases by it."""
     reserved: int
-    """Free blocks to reserve for it beyond ``total`` (``guaranteed_no_evict``)."""
+    """Number of free blocks to reserve beyond ``total`` (``guaranteed_no_evict``)."""
 
 
 class KVCacheManager:
-    """Blocks of sequences, on the device and in the host tier.
+    """Manages the blocks of sequences, on the device and in host memory.
 
     Args:
-        host_pool: blocks of the host tier, to which sequences are swapped; None where there is none.
+        host_pool: blocks in host memory, to which sequences are swapped out; None without swapping.
         weights: version of the weights, part of the prefix cache's hashes.
 
-    Raises ``PenstockError`` (``invalid``) where the device cannot hold a single sequence of ``max_model_len``.
+    Raises ``PenstockError`` (``invalid``) if the device cannot hold a single sequence of ``max_model_len``.
     """
 
     def __init__(
@@ -76,8 +76,7 @@ class KVCacheManager:
             raise invalid(
                 "max_model_len",
                 f"{options.max_model_len} tokens do not fit into {device_pool.total} KV blocks of "
-                f"{device_pool.block_size}. "
-                "Give the cache more memory, or lower max_model_len.",
+                f"{device_pool.block_size} tokens; give the KV cache more memory, or lower max_model_len",
                 device_pool.total * device_pool.block_size,
             )
         self._options = options
@@ -85,49 +84,49 @@ class KVCacheManager:
         self._host_pool = host_pool
         self._weights = weights
         self.offloading = offloading
-        """Lower tiers of the prefix cache; None where there are none."""
+        """Host and disk tiers of the prefix cache; None without them."""
         self._never_evict = options.batch_scheduler_policy == "guaranteed_no_evict"
         self.generation = 0
-        """Number of times that the contents of blocks were forgotten."""
+        """Number of calls of ``forget_contents``."""
         self._reserved = 0
         self._imported: dict[Sequence, ImportedPrefix] = {}
-        """Prefixes of waiting sequences, the oldest first."""
+        """Imported prefixes of waiting sequences, the oldest first."""
         self.num_hit_blocks = 0
         """Number of blocks that sequences took from the prefix cache since the engine started."""
 
     @property
     def block_size(self) -> int:
-        """Tokens in a block."""
+        """Number of tokens per block."""
         return self._device_pool.block_size
 
     def worst_case_blocks(self, request: EngineRequest) -> int:
-        """Number of blocks that a request can use at most: when all its sequences have their maximum length.
+        """Maximum number of blocks of a request, reached when all its sequences have their maximum length.
 
-        They share the prompt's full blocks. With several sequences, one block more is needed while the shared partial
-        block is copied; with beams, which fork in every step, one for each.
+        The sequences share the full blocks of the prompt. Several sequences need one more block while the partial block
+        is copied on write. Beams fork in every step, and need one more block each.
         """
         sampling, max_tokens = request.sampling, 0 if request.pooling else request.sampling.max_tokens
         assert max_tokens is not None
-        full = len(request.prompt) // self._device_pool.block_size
-        own = self._device_pool.blocks_for(len(request.prompt) + max_tokens) - full
+        shared = len(request.prompt) // self._device_pool.block_size
+        unshared = self._device_pool.blocks_for(len(request.prompt) + max_tokens) - shared
         copies = sampling.num_sequences if sampling.use_beam_search else sampling.num_sequences > 1
-        return full + sampling.num_sequences * own + copies
+        return shared + sampling.num_sequences * unshared + copies
 
     def set_weights(self, version: str) -> None:
-        """Use another version of the weights for hashes, and forget what blocks contain."""
+        """Use another version of the weights in hashes, and invalidate the contents of all blocks."""
         self._weights = version
         self.forget_contents()
 
     def forget_contents(self) -> None:
-        """Forget what blocks contain: empty the prefix cache, and have prefixes that were imported before computed."""
+        """Invalidate the contents of all blocks: empty the prefix cache, and ignore imports that began before."""
         self.generation += 1
         self._device_pool.clear_cache()
 
     # --- A sequence starts or grows -----------------------------------------------------------------------------------
 
     def find_cache_hit(self, sequence: Sequence) -> CacheHit:
-        """The longest computed prefix of a waiting sequence, in the prefix cache or swapped out. At least one token is
-        left to compute."""
+        """Find the longest prefix of a waiting sequence whose KV exists: swapped out, imported, or in the prefix cache.
+        At least one token is left to compute."""
         if sequence.state is State.SWAPPED:
             return CacheHit(sequence.num_computed, [])
         if prefix := self._imported.get(sequence):
@@ -142,27 +141,28 @@ class KVCacheManager:
         return CacheHit((len(blocks) + num_loaded) * size, blocks, num_loaded)
 
     def allocate(self, sequence: Sequence, hit: CacheHit, count: int, alone: bool) -> list[OffloadedBlock] | None:
-        """Allocate blocks for a waiting sequence to start: those of ``hit``, and for ``count`` tokens after it.
+        """Allocate blocks for a waiting sequence to start: for its cache ``hit``, and for ``count`` tokens after it.
 
         Args:
-            alone: whether no other sequence runs; ``kv_cache_ratio`` is then not enforced.
+            alone: True if no other sequence runs; then ``kv_cache_ratio`` is not enforced.
 
         Returns:
-            Blocks that its first step has to load (``Plan.loads``). None, and changes nothing, where too few are free.
+            Blocks to load in its first step (``Plan.loads``). None if too few blocks are free; nothing has changed
+            then.
         """
         pool = self._device_pool
         demand = self._block_demand(sequence, hit, count)
         while demand.from_free + demand.reserved > pool.num_free - self._reserved:
             if not self.drop_import(keep=sequence):
                 return None
-            demand = self._block_demand(sequence, hit, count)  # dropped blocks may be among those of the hit
+            demand = self._block_demand(sequence, hit, count)  # the hit may include blocks just released
         if not alone and pool.num_used + demand.from_free > self._options.kv_cache_ratio * pool.total:
             return None
         loaded = range(len(hit.blocks), len(hit.blocks) + hit.num_loaded)
         slots: list[int] = []
         if self.offloading and sequence.state is not State.SWAPPED and sequence not in self._imported:
             slots = self.offloading.hold(sequence.block_hashes[loaded.start : loaded.stop])
-            if len(slots) < len(loaded):  # one was evicted meanwhile
+            if len(slots) < len(loaded):  # a block was evicted meanwhile
                 return None
             self.offloading.num_queries += len(sequence.tokens) // pool.block_size - len(hit.blocks)
         pool.incref(hit.blocks)
@@ -179,7 +179,7 @@ class KVCacheManager:
         ]
 
     def _block_demand(self, sequence: Sequence, hit: CacheHit, count: int) -> BlockDemand:
-        """The blocks that a waiting sequence needs for ``hit`` and ``count`` tokens after it."""
+        """Blocks that a waiting sequence needs for its cache ``hit`` and ``count`` tokens after it."""
         pool = self._device_pool
         total = max(pool.blocks_for(hit.num_computed + count), len(sequence.host_blocks))
         if not sequence.num_output_tokens:
@@ -190,15 +190,15 @@ class KVCacheManager:
         return BlockDemand(total, from_free, reserved)
 
     def num_blocks_to_start(self, sequence: Sequence) -> int:
-        """Number of free blocks that a waiting sequence takes or reserves if it starts with all of its tokens."""
+        """Number of free blocks that a waiting sequence takes or reserves when it starts with all of its tokens."""
         hit = self.find_cache_hit(sequence)
         demand = self._block_demand(sequence, hit, len(sequence.tokens) - hit.num_computed)
         return demand.from_free + demand.reserved
 
     @property
     def num_blocks_for_starts(self) -> int:
-        """Number of free blocks that waiting sequences may take while others run: those that are neither reserved nor
-        held back by ``kv_cache_ratio``."""
+        """Number of free blocks that waiting sequences may take while others run: free blocks that are neither reserved
+        nor held back by ``kv_cache_ratio``."""
         pool = self._device_pool
         held_back = pool.total - int(self._options.kv_cache_ratio * pool.total)
         return pool.num_free - max(self._reserved, held_back)
@@ -209,13 +209,13 @@ class KVCacheManager:
         return max(num_new, 0) + self._writes_shared(sequence)
 
     def append_slots(self, sequence: Sequence, num_blocks: int) -> list[tuple[int, int]]:
-        """Allocate blocks for the next tokens of a running sequence. Copy on write: where the next token would be
-        written to a shared block, one of the new blocks takes its place.
+        """Allocate blocks for the next tokens of a running sequence. Copy on write: if the next token would be written
+        to a shared block, one of the new blocks replaces it.
 
         Args:
             num_blocks: ``num_blocks_to_allocate``.
 
-        Returns (from, to) of the blocks to copy.
+        Returns the blocks to copy as (source, target).
         """
         if sequence.reserved:
             self._reserve(sequence, sequence.reserved - min(num_blocks, sequence.reserved))
@@ -233,10 +233,10 @@ class KVCacheManager:
         return copies
 
     def cache_full_blocks(self, sequence: Sequence, start: int, end: int, new_token_ids: list[int]) -> None:
-        """Add the blocks that tokens ``start`` to ``end``, just computed, have filled to the prefix cache.
+        """Add the blocks that are full now that tokens ``start`` to ``end`` are computed to the prefix cache.
 
         Args:
-            new_token_ids: tokens after ``sequence.tokens`` that are about to be appended; some may be computed already.
+            new_token_ids: tokens that are about to be appended to ``sequence.tokens``; some may be computed already.
         """
         size = self._device_pool.block_size
         if self._options.enable_prefix_caching and start // size < end // size:
@@ -249,7 +249,7 @@ class KVCacheManager:
                 self.offloading.store(blocks, hashes)
 
     def uncache(self, sequence: Sequence) -> None:
-        """Remove all blocks of a sequence from the prefix cache, because their keys and values are wrong."""
+        """Remove all blocks of a sequence from the prefix cache, because their KV is invalid."""
         self._device_pool.uncache(sequence.blocks)
         if self.offloading:
             self.offloading.forget(sequence.block_hashes)
@@ -260,48 +260,48 @@ class KVCacheManager:
         if self.offloading:
             self.offloading.clear()
 
-    # --- Keys and values move between tiers of the prefix cache -------------------------------------------------------
+    # --- KV moves between tiers of the prefix cache -------------------------------------------------------------------
 
     def read_prefix(self, request: EngineRequest) -> Future[None] | None:
-        """Read the blocks of a prompt that only the disk has into the host tier. None where there are none."""
+        """Start to read those blocks of a prompt that only the disk has into the host tier. None if there are none."""
         sampling = request.sampling
         if not self.offloading or sampling.prompt_logprobs is not None or sampling.return_context_logits:
             return None
         hashes = self.prompt_hashes(request, len(request.prompt) - 1)
-        left = hashes[len(self._device_pool.find_longest_hit(hashes)) :]
-        return self.offloading.read(left[self.offloading.count(left) :])
+        missing = hashes[len(self._device_pool.find_longest_hit(hashes)) :]
+        return self.offloading.read(missing[self.offloading.count(missing) :])
 
-    # --- Keys and values come from or go to another engine ------------------------------------------------------------
+    # --- KV is imported from or exported to another engine ------------------------------------------------------------
 
     def slot_mapping(self, blocks: list[int], start: int, end: int) -> np.ndarray:
-        """Slots of the KV cache of tokens ``start`` to ``end`` of a sequence with these blocks, ``[end - start]``
-        int64."""
+        """KV cache slots of tokens ``start`` to ``end`` of a sequence with these blocks, ``[end - start]`` int64."""
         positions, size = np.arange(start, end), self._device_pool.block_size
         return np.asarray(blocks, np.int64)[positions // size] * size + positions % size
 
     def prompt_hashes(self, request: EngineRequest, num_tokens: int) -> list[bytes]:
-        """Hashes of the full blocks of the leading ``num_tokens`` of a prompt."""
+        """Hashes of the full blocks among the first ``num_tokens`` tokens of a prompt."""
         hashes: list[bytes] = []
         root = root_hash(self._weights, request.adapter, request.cache_salt)
         extend_block_hashes(hashes, root, request.prompt[:num_tokens], self._device_pool.block_size, request.images)
         return hashes
 
     def begin_import(self, hashes: list[bytes], num_tokens: int, min_tokens: int) -> tuple[int, list[int]] | None:
-        """Allocate blocks for the leading ``num_tokens`` of a prompt, which another engine computes.
+        """Allocate blocks for the first ``num_tokens`` tokens of a prompt, which another engine computes.
 
         Args:
             hashes: ``prompt_hashes`` of these tokens.
+            min_tokens: minimum number of uncached tokens for an import.
 
         Returns:
-            Number of leading tokens that are in the prefix cache, which are not to be written, and the blocks of all
-            the tokens, with a reference each; no blocks where fewer than ``min_tokens`` are to be computed. None where
-            too few blocks are free.
+            Number of leading tokens that are in the prefix cache, whose blocks must not be written, and the blocks of
+            all tokens, with a reference each; no blocks if fewer than ``min_tokens`` are uncached. None if too few
+            blocks are free.
         """
         pool = self._device_pool
         hit = pool.find_longest_hit(hashes)
-        present = len(hit) * pool.block_size
-        if num_tokens - present < max(min_tokens, 1):
-            return present, []
+        num_cached = len(hit) * pool.block_size
+        if num_tokens - num_cached < max(min_tokens, 1):
+            return num_cached, []
         count = pool.blocks_for(num_tokens) - len(hit)
         from_free = count + pool.num_free_among(hit)
         if pool.num_used:
@@ -311,10 +311,10 @@ class KVCacheManager:
         if from_free > pool.num_free - self._reserved:
             return None
         pool.incref(hit)
-        return present, hit + pool.allocate(count)
+        return num_cached, hit + pool.allocate(count)
 
     def finish_import(self, hashes: list[bytes], blocks: list[int], num_tokens: int, num_cached: int) -> ImportedPrefix:
-        """Add blocks of ``begin_import``, which have been written, to the prefix cache."""
+        """Add the blocks of ``begin_import`` to the prefix cache, once they are written."""
         for block, block_hash in zip(blocks, hashes, strict=False):
             self._device_pool.cache_block(block, block_hash)
         if self.offloading:
@@ -322,7 +322,7 @@ class KVCacheManager:
         return ImportedPrefix(num_tokens, blocks, num_cached, self.generation)
 
     def attach_import(self, sequence: Sequence, prefix: ImportedPrefix) -> None:
-        """Let a waiting sequence start with an imported prefix, which is released where its contents are forgotten."""
+        """Let a waiting sequence start with an imported prefix. Releases the prefix if its contents are outdated."""
         if prefix.generation != self.generation:
             self.release_import(prefix)
             return
@@ -330,7 +330,7 @@ class KVCacheManager:
         sequence.num_imported = prefix.num_cached
 
     def release_import(self, prefix: ImportedPrefix) -> None:
-        """Release a prefix that no sequence has."""
+        """Release a prefix that is not attached to a sequence."""
         self._device_pool.release(prefix.blocks)
 
     def release_imported(self, sequence: Sequence) -> None:
@@ -339,8 +339,8 @@ class KVCacheManager:
             self._drop(sequence)
 
     def drop_import(self, keep: Sequence | None = None) -> bool:
-        """Release the imported prefix that came last, but not that of ``keep``: what of it is not needed stays in the
-        prefix cache. Returns whether there was one."""
+        """Release the imported prefix that was attached last, except that of ``keep``. Its blocks stay in the prefix
+        cache until they are reused. Returns False if there is none."""
         sequence = next((one for one in reversed(self._imported) if one is not keep), None)
         if sequence:
             self._drop(sequence)
@@ -352,19 +352,18 @@ class KVCacheManager:
     # --- A sequence is forked -----------------------------------------------------------------------------------------
 
     def fork(self, first: Sequence, index: int) -> Sequence:
-        """Fork ``first``: a copy of it as sequence ``index`` of its request, which shares its blocks."""
+        """Fork ``first``: create sequence ``index`` of its request as a copy that shares its blocks."""
         shared = first.blocks[: self._device_pool.blocks_for(first.num_scheduled)]
         sibling = first.fork(index, shared)
         self._device_pool.incref(shared)
         if self._never_evict:
-            num_own = self._device_pool.blocks_for(first.max_len) - first.num_scheduled // self._device_pool.block_size
-            self._reserve(first, first.reserved - num_own)
-            self._reserve(sibling, num_own)
+            unshared = self._device_pool.blocks_for(first.max_len) - first.num_scheduled // self._device_pool.block_size
+            self._reserve(first, first.reserved - unshared)
+            self._reserve(sibling, unshared)
         return sibling
 
     def reorder_beams(self, beams: list[Sequence], parents: list[int], token_ids: list[int]) -> None:
-        """Let beam ``i`` continue from the state of beam ``parents[i]``, sharing its blocks, and append
-        ``token_ids[i]``."""
+        """Set each beam ``i`` to the state of beam ``parents[i]``, sharing its blocks, and append ``token_ids[i]``."""
         old = [(beam.tokens, beam.blocks, beam.block_hashes) for beam in beams]
         for beam, parent, token in zip(beams, parents, token_ids, strict=True):
             tokens, blocks, block_hashes = old[parent]
@@ -375,15 +374,13 @@ class KVCacheManager:
         for beam, (_, blocks, _) in zip(beams, old, strict=True):
             self._device_pool.release(blocks)
             if self._never_evict:
-                num_own = (
-                    self._device_pool.blocks_for(beam.max_len) - beam.num_scheduled // self._device_pool.block_size
-                )
-                self._reserve(beam, num_own)
+                shared_blocks = beam.num_scheduled // self._device_pool.block_size
+                self._reserve(beam, self._device_pool.blocks_for(beam.max_len) - shared_blocks)
 
     # --- A sequence stops or is swapped -------------------------------------------------------------------------------
 
     def unreserve(self, sequence: Sequence) -> None:
-        """End the reservation of a sequence."""
+        """Cancel the reservation of a sequence."""
         self._reserve(sequence, 0)
 
     def release(self, sequence: Sequence) -> None:
@@ -394,38 +391,38 @@ class KVCacheManager:
         sequence.blocks = []
 
     def release_host(self, sequence: Sequence) -> None:
-        """Free a sequence's blocks in the host tier."""
+        """Free the host blocks of a swapped sequence."""
         if self._host_pool:
             self._host_pool.release(sequence.host_blocks)
         sequence.host_blocks = []
 
     def swap_out(self, sequence: Sequence) -> list[tuple[int, int]]:
-        """Allocate blocks in the host tier for all blocks of a sequence. Returns (device, host) of the blocks to copy;
-        none where there is no tier, or too few are free."""
+        """Allocate host blocks for all blocks of a sequence. Returns the blocks to copy as (device, host); empty if
+        swapping is off, or too few host blocks are free."""
         if not self._host_pool or len(sequence.blocks) > self._host_pool.num_free:
             return []
         sequence.host_blocks = self._host_pool.allocate(len(sequence.blocks))
         return list(zip(sequence.blocks, sequence.host_blocks, strict=True))
 
     def swap_in(self, sequence: Sequence) -> list[tuple[int, int]]:
-        """Free a sequence's blocks in the host tier. Returns (host, device) of the blocks that the same step copies."""
-        moved = list(zip(sequence.host_blocks, sequence.blocks, strict=False))
+        """Free a sequence's host blocks. Returns the blocks that the same step has to copy as (host, device)."""
+        copies = list(zip(sequence.host_blocks, sequence.blocks, strict=False))
         self.release_host(sequence)
-        return moved
+        return copies
 
     def _update_block_hashes(self, sequence: Sequence, new_token_ids: list[int] | None = None) -> None:
-        """Hash the full blocks of a sequence's tokens, followed by ``new_token_ids``."""
+        """Hash the full blocks of a sequence's tokens followed by ``new_token_ids``."""
         request = sequence.request
         start = b"" if sequence.block_hashes else root_hash(self._weights, request.adapter, request.cache_salt)
         tokens = sequence.tokens + new_token_ids if new_token_ids else sequence.tokens
         extend_block_hashes(sequence.block_hashes, start, tokens, self._device_pool.block_size, request.images)
 
     def _writes_shared(self, sequence: Sequence) -> bool:
-        """Whether the next token would be written to a block that other sequences reference, too."""
+        """True if the next token would be written to a block with several references."""
         block, filled = divmod(sequence.num_scheduled, self._device_pool.block_size)
         return bool(filled) and self._device_pool.ref_count(sequence.blocks[block]) > 1
 
     def _reserve(self, sequence: Sequence, blocks: int) -> None:
-        """Set the number of free blocks that are reserved for a sequence."""
+        """Set the number of free blocks reserved for a sequence."""
         self._reserved += blocks - sequence.reserved
         sequence.reserved = blocks

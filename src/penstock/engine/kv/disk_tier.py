@@ -1,7 +1,7 @@
-"""The disk tier of the prefix cache: a folder with a file for each block, which threads read and write.
+"""The disk tier of the prefix cache: a folder with one file per block, which threads read and write.
 
-Whatever is wrong with the disk or a file is a miss: files are verified by a checksum that is seeded with the block's
-hash, and appear under their names only once they are complete.
+Any error of the disk or a file is a cache miss. Files are verified by a checksum that is seeded with the block's hash,
+and are renamed to their final names only once they are complete.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from .host_tier import HostTier
 
 logger = logging.getLogger(__name__)
 
-READERS = 2
-"""Threads that read."""
+NUM_READERS = 2
+"""Number of reader threads."""
 READ_TIMEOUT = 5.0
-"""Seconds without any block from the disk after which requests do not wait for theirs any more, and compute what has
-not come."""
+"""Seconds without a block from the disk after which waiting requests give up and compute the rest of their prefix."""
 RETRY_AFTER = 30.0
-"""Seconds after an error of the disk before something is written again."""
+"""Seconds without writes after a disk error."""
 CLOSE_TIMEOUT = 5.0
-"""Seconds to write what is left at the end."""
+"""Maximum seconds to write queued blocks in ``close``."""
 MAX_QUEUED = 65536
-"""Blocks that wait to be written."""
-SCANS = 16
-"""The folder is looked through each time that one of so many parts of its size was written."""
-STALE = 3600.0
-"""Seconds after which a file that is not complete belongs to a dead process."""
-NAME = re.compile(r"[0-9a-f]{32}\.kv")
-UNFINISHED = re.compile(r"[0-9a-f]{32}\.kv\.[0-9a-f]{16}\.part")
+"""Maximum number of blocks queued for writing."""
+SCANS_PER_LIMIT = 16
+"""Number of scans of the folder while data of its size limit is written."""
+STALE_AFTER = 3600.0
+"""Seconds after which an incomplete file is assumed to be left by a dead process."""
+BLOCK_FILE = re.compile(r"[0-9a-f]{32}\.kv")
+PART_FILE = re.compile(r"[0-9a-f]{32}\.kv\.[0-9a-f]{16}\.part")
 CHECKSUM_BYTES = 8
 
 
 class DiskTier:
-    """Several engines may share the folder. Its limit is kept by each: files of all engines count, also those of other
-    models and weights, which nobody uses any more.
+    """Stores blocks as files in a folder, which several engines may share.
+
+    Each engine enforces the size limit for the whole folder, including files of other engines, models and weights.
 
     Args:
-        limit: bytes of all files.
-        identity: of all that keys and values depend on beside their hash: engines with the same one share files.
+        limit: maximum bytes of all files.
+        identity: everything besides the block hash that KV depends on. Engines with equal identities share files.
 
-    Raises ``PenstockError`` where the folder cannot be used, or is open to other users.
+    Raises ``PenstockError`` (``invalid``) if the folder cannot be used, or is accessible to other users.
     """
 
     def __init__(self, folder: Path, limit: int, identity: bytes, host: HostTier) -> None:
@@ -68,101 +68,101 @@ class DiskTier:
         self._host = host
         self._file_bytes = CHECKSUM_BYTES + host.slot_bytes
         if limit < self._file_bytes:
-            words = f"must be at least {self._file_bytes} bytes, the file of one block"
-            raise invalid("kv_offloading_disk_size", words, self._file_bytes)
+            message = f"must be at least {self._file_bytes} bytes, the file of one block"
+            raise invalid("kv_offloading_disk_size", message, self._file_bytes)
         _check_folder(folder)
         self.num_hits = 0
-        """Blocks read since the start."""
+        """Number of blocks read since the start."""
         self.num_written = 0
-        """Blocks written since the start."""
+        """Number of blocks written since the start."""
         self.num_evictions = 0
-        """Files that this engine has deleted to make room."""
+        """Number of files that this engine has deleted to make room."""
         self.num_read_failures = 0
-        """Files that were damaged, and reads that came too late."""
+        """Number of damaged files and timed-out reads."""
         self.num_write_failures = 0
-        """Blocks that could not be written."""
+        """Number of blocks that could not be written."""
         self._writer_id = os.urandom(8).hex()
         self._paused_until = 0.0
-        self._room = 0
-        """Bytes that may be written before the folder is looked through again."""
-        self._queue: dict[bytes, None] = {}
-        """Hashes of blocks to keep, in this order."""
-        self._wrong: dict[bytes, None] = {}
-        """Hashes of blocks to delete before any is kept."""
+        self._writable_bytes = 0
+        """Number of bytes that may be written before the folder is scanned again."""
+        self._to_store: dict[bytes, None] = {}
+        """Hashes of blocks to store, in this order."""
+        self._to_delete: dict[bytes, None] = {}
+        """Hashes of blocks to delete before any is stored."""
         self._changed = threading.Condition()
         self._closing = False
         self._reads: SimpleQueue[tuple[Sequence[bytes], Future[None]] | None] = SimpleQueue()
-        self._progress = 0.0
-        """When a block was last read, or found missing."""
+        self._last_read = 0.0
+        """Time at which a block was last read, or found missing, seconds on the monotonic clock."""
         self._overdue = 0
-        """Reads that requests do not wait for any more, and that have not ended."""
-        self._waiting: list[tuple[float, Future[None]]] = []
-        """When each read was asked for, and its future."""
-        threads = [threading.Thread(target=self._read_all, daemon=True) for _ in range(READERS)]
-        self._writer = threading.Thread(target=self._write_all, daemon=True)
+        """Number of timed-out reads that have not ended yet."""
+        self._pending_reads: list[tuple[float, Future[None]]] = []
+        """Start time and future of each pending read."""
+        threads = [threading.Thread(target=self._run_reader, daemon=True) for _ in range(NUM_READERS)]
+        self._writer = threading.Thread(target=self._run_writer, daemon=True)
         for thread in (*threads, self._writer):
             thread.start()
 
     # --- In the thread that runs the steps ----------------------------------------------------------------------------
 
     def read(self, block_hashes: Sequence[bytes]) -> Future[None] | None:
-        """Begin to read blocks into the host tier, up to the first that is not here.
+        """Start to read blocks into the host tier, up to the first that the disk does not have.
 
         Returns:
-            Done when they are there, or nothing has come for ``READ_TIMEOUT``; ``poll`` has to be called meanwhile.
-            None where the disk does not answer.
+            A future that is done when the blocks are read, or if no block was read for ``READ_TIMEOUT``; call ``poll``
+            meanwhile. None while a timed-out read is still in progress.
         """
         if self._overdue > 0:
             return None
         done: Future[None] = Future()
-        self._waiting.append((time.monotonic(), done))
+        self._pending_reads.append((time.monotonic(), done))
         self._reads.put((block_hashes, done))
         return done
 
     def poll(self) -> None:
-        """Complete the futures of reads that take too long."""
-        if not self._waiting:
+        """Complete the futures of timed-out reads."""
+        if not self._pending_reads:
             return
-        now, left = time.monotonic(), []
-        for asked, done in self._waiting:
-            if now > max(asked, self._progress) + READ_TIMEOUT and _complete(done):
+        now, pending = time.monotonic(), []
+        for started, done in self._pending_reads:
+            if now > max(started, self._last_read) + READ_TIMEOUT and _complete(done):
                 with self._changed:
                     self._overdue += 1
                 self.num_read_failures += 1
-                words = "%s: nothing could be read for %g seconds; prompts are computed"
-                logger.warning(words, self._folder, READ_TIMEOUT)
+                message = "%s: no block could be read for %g seconds; prefixes are computed instead"
+                logger.warning(message, self._folder, READ_TIMEOUT)
             elif not done.done():
-                left.append((asked, done))
-        self._waiting = left
+                pending.append((started, done))
+        self._pending_reads = pending
 
     def keep(self, block_hashes: Sequence[bytes]) -> None:
-        """Write blocks of the host tier that are not here; mark the others as used now."""
+        """Queue blocks of the host tier for writing; blocks that are already on the disk are marked as just used."""
         with self._changed:
             for one in block_hashes:
-                self._queue.pop(one, None)
-                self._queue[one] = None
-            while len(self._queue) > MAX_QUEUED:
-                del self._queue[next(iter(self._queue))]
+                self._to_store.pop(one, None)
+                self._to_store[one] = None
+            while len(self._to_store) > MAX_QUEUED:
+                del self._to_store[next(iter(self._to_store))]
             self._changed.notify()
 
     def forget(self, block_hashes: Sequence[bytes]) -> None:
-        """Delete blocks, which are wrong. Where ``keep`` follows, they are kept if the host tier has them anew."""
+        """Delete blocks with invalid contents. A later ``keep`` writes them again, if the host tier has them."""
         with self._changed:
-            self._wrong |= dict.fromkeys(block_hashes)
+            self._to_delete |= dict.fromkeys(block_hashes)
             self._changed.notify()
 
     def close(self) -> None:
-        """Write what is left, as far as ``CLOSE_TIMEOUT`` allows."""
+        """Write queued blocks, for at most ``CLOSE_TIMEOUT``, and end the threads."""
         with self._changed:
             self._closing = True
             self._changed.notify()
-        for _ in range(READERS):
+        for _ in range(NUM_READERS):
             self._reads.put(None)
         self._writer.join(CLOSE_TIMEOUT)
 
     # --- In the threads that read -------------------------------------------------------------------------------------
 
-    def _read_all(self) -> None:
+    def _run_reader(self) -> None:
         while job := self._reads.get():
             block_hashes, done = job
             try:
@@ -177,10 +177,10 @@ class DiskTier:
         held: list[int] = []
         try:
             for one in block_hashes:
-                if done.done():  # nobody waits any more
+                if done.done():  # timed out or cancelled
                     return
                 slots = self._host.hold([one]) or self._read_block(one)
-                self._progress = time.monotonic()
+                self._last_read = time.monotonic()
                 if not slots:
                     return
                 held += slots
@@ -188,7 +188,7 @@ class DiskTier:
             self._host.release(held)
 
     def _read_block(self, block_hash: bytes) -> list[int]:
-        """Read a block into a slot of the host tier, which is held then. Empty where that is impossible."""
+        """Read a block into a slot of the host tier. Returns the slot, with a reference; empty if that fails."""
         path = self._path(block_hash)
         try:
             file = open_cached(path)
@@ -201,48 +201,48 @@ class DiskTier:
             data = memoryview(self._host.data[slots[0]])
             try:
                 checksum = file.read(CHECKSUM_BYTES)
-                whole = file.readinto(data) == len(data) and not file.read(1)  # type: ignore[attr-defined]
+                is_complete = file.readinto(data) == len(data) and not file.read(1)  # type: ignore[attr-defined]
             except OSError:
-                whole, checksum = False, b""
-            if whole and checksum == self._checksum(block_hash, data):
+                is_complete, checksum = False, b""
+            if is_complete and checksum == self._checksum(block_hash, data):
                 self._host.cache(slots[0], block_hash)
                 self.num_hits += 1
                 return slots
         self._host.release(slots)
         self.num_read_failures += 1
-        logger.warning("%s is damaged and is deleted", path)
+        logger.warning("deleting the damaged file %s", path)
         with contextlib.suppress(OSError):
             path.unlink()
         return []
 
     # --- In the thread that writes ------------------------------------------------------------------------------------
 
-    def _write_all(self) -> None:
+    def _run_writer(self) -> None:
         while True:
             with self._changed:
-                while not (queue := self._wrong or self._queue):
+                while not (queue := self._to_delete or self._to_store):
                     if self._closing:
                         return
                     self._changed.wait()
                 block_hash = next(iter(queue))
                 del queue[block_hash]
             try:
-                if queue is self._wrong:
+                if queue is self._to_delete:
                     self._path(block_hash).unlink(missing_ok=True)
                 elif not self._touch(block_hash) and time.monotonic() >= self._paused_until:
                     self._write(block_hash)
             except Exception as error:
                 self.num_write_failures += 1
                 self._paused_until = time.monotonic() + RETRY_AFTER
-                logger.warning("%s: blocks are not kept for %g seconds: %s", self._folder, RETRY_AFTER, error)
+                logger.warning("%s: no blocks are written for %g seconds: %s", self._folder, RETRY_AFTER, error)
 
     def _touch(self, block_hash: bytes) -> bool:
-        """Mark a block as used now; returns whether its file is here, as far as can be told without reading it."""
+        """Mark a block as just used. Returns False if it has no valid file, judged without reading it."""
         path = self._path(block_hash)
         try:
             status = path.lstat()
-            whole = stat.S_ISREG(status.st_mode) and status.st_size == self._file_bytes
-            if not whole or status.st_mode & 0o077 or status.st_uid != os.geteuid():
+            is_complete = stat.S_ISREG(status.st_mode) and status.st_size == self._file_bytes
+            if not is_complete or status.st_mode & 0o077 or status.st_uid != os.geteuid():
                 return False
             os.utime(path, follow_symlinks=False)
         except FileNotFoundError:
@@ -250,21 +250,21 @@ class DiskTier:
         return True
 
     def _write(self, block_hash: bytes) -> None:
-        """Write a block, if the host tier has it still. Raises ``OSError``."""
+        """Write a block if the host tier still has it. Raises ``OSError``."""
         slots = self._host.hold([block_hash])
         if not slots:
             return
         path = self._path(block_hash)
         part = path.with_name(f"{path.name}.{self._writer_id}.part")
         try:
-            if self._room < self._file_bytes:
+            if self._writable_bytes < self._file_bytes:
                 self._make_room()
-            self._room -= self._file_bytes
+            self._writable_bytes -= self._file_bytes
             data = memoryview(self._host.data[slots[0]])
             part.unlink(missing_ok=True)
             with open(part, "xb", buffering=0, opener=_private) as file:
-                _write_whole(file.fileno(), self._checksum(block_hash, data))
-                _write_whole(file.fileno(), data)
+                _write_all_bytes(file.fileno(), self._checksum(block_hash, data))
+                _write_all_bytes(file.fileno(), data)
             part.replace(path)
             self.num_written += 1
         except BaseException:
@@ -275,9 +275,9 @@ class DiskTier:
             self._host.release(slots)
 
     def _make_room(self) -> None:
-        """Delete the least recently used files until there is room for some more. Raises ``OSError`` where there is
-        none."""
-        wanted = max(self._limit // SCANS, self._file_bytes)
+        """Delete the least recently used files until there is room for ``limit / SCANS_PER_LIMIT`` bytes. Raises
+        ``OSError`` if there is no room for a single block."""
+        wanted = max(self._limit // SCANS_PER_LIMIT, self._file_bytes)
         with locked_folder(self._folder):
             files = sorted(self._files())
             disk = shutil.disk_usage(self._folder)
@@ -290,24 +290,24 @@ class DiskTier:
                 room += size
                 self.num_evictions += 1
         if room < self._file_bytes:
-            raise OSError(f"{RESERVED_SHARE:.0%} of the disk are kept free")
-        self._room = min(room, wanted)
+            raise OSError(f"the disk is full ({RESERVED_SHARE:.0%} of it are kept free)")
+        self._writable_bytes = min(room, wanted)
 
     def _files(self) -> Iterator[tuple[int, int, Path]]:
-        """Time of the last use, bytes and path of each file, without those of others than this module. Deletes what
-        dead writers have left."""
+        """Yield time of last use, size in bytes and path of each block file. Deletes incomplete files of dead
+        processes."""
         with os.scandir(self._folder) as entries:
             for entry in entries:
-                unfinished = UNFINISHED.fullmatch(entry.name)
-                if not unfinished and not NAME.fullmatch(entry.name):
+                is_part = PART_FILE.fullmatch(entry.name)
+                if not is_part and not BLOCK_FILE.fullmatch(entry.name):
                     continue
                 with contextlib.suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
                     if not stat.S_ISREG(status.st_mode):
                         continue
-                    if not unfinished:
+                    if not is_part:
                         yield status.st_atime_ns, status.st_size, Path(entry.path)
-                    elif time.time() - status.st_mtime > STALE:
+                    elif time.time() - status.st_mtime > STALE_AFTER:
                         os.unlink(entry.path)
 
     def _path(self, block_hash: bytes) -> Path:
@@ -315,13 +315,13 @@ class DiskTier:
         return self._folder / f"{name}.kv"
 
     def _checksum(self, block_hash: bytes, data: memoryview) -> bytes:
-        """XXH3 of a block, seeded with what it is."""
+        """XXH3 of a block, seeded with its identity and hash."""
         seed = xxh3_64_intdigest(self._identity + block_hash)
         return xxh3_64_intdigest(data, seed).to_bytes(CHECKSUM_BYTES, "little")
 
 
 def _complete(done: Future[None]) -> bool:
-    """Complete a future; returns whether it was not done yet."""
+    """Complete a future. Returns False if it was already done."""
     try:
         done.set_result(None)
     except InvalidStateError:
@@ -330,24 +330,24 @@ def _complete(done: Future[None]) -> bool:
 
 
 def _check_folder(folder: Path) -> None:
-    """Make the folder, if there is none. Raises ``PenstockError`` where it cannot be used."""
+    """Create the folder if it does not exist. Raises ``PenstockError`` (``invalid``) if it cannot be used."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
         usable = os.access(folder, os.R_OK | os.W_OK | os.X_OK)
     except OSError as error:
-        words = f"{folder} cannot be used ({error.strerror}); name a folder that this user may write to"
-        raise PenstockError(Code.INVALID, words, "kv_offloading_disk_path") from error
+        message = f"{folder} cannot be used ({error.strerror}); name a folder that this user can write to"
+        raise PenstockError(Code.INVALID, message, "kv_offloading_disk_path") from error
     if not usable or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        words = f"{folder} has to be this user's alone, as its files tell prompts: chmod 700, or name another one"
-        raise PenstockError(Code.INVALID, words, "kv_offloading_disk_path")
+        message = f"{folder} must be accessible to this user only, since its files reveal prompts: chmod 700 it"
+        raise PenstockError(Code.INVALID, message, "kv_offloading_disk_path")
 
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
-def _write_whole(descriptor: int, data: bytes | memoryview) -> None:
+def _write_all_bytes(descriptor: int, data: bytes | memoryview) -> None:
     left = memoryview(data)
     while left:
         left = left[os.write(descriptor, left) :]

@@ -1,4 +1,4 @@
-"""The host tier of the prefix cache: blocks in host memory that the engine shares with its workers."""
+"""The host tier of the prefix cache: blocks in host memory, shared by the engine and its workers."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from ..step import TransferMemory
 from .block_pool import BlockPool
 
 HEADER_BYTES = 16384
-"""Bytes before the first slot: the ranks' progress, as in a transfer buffer."""
+"""Byte offset of the first slot. The header has the layout of a transfer buffer's (progress of the ranks)."""
 
 
 class HostTier:
-    """Slots that hold a block each, all layers and heads, in the canonical layout (``TransferLayout``). The least
-    recently used one that nobody holds is evicted first.
+    """Slots of one block each, with all layers and heads, in the canonical layout (``TransferLayout``). The least
+    recently used slot without references is evicted first.
 
-    Threads may share it: a slot is read and written only by those who hold it.
+    Thread-safe. The holder of a reference (``hold``, ``allocate``) may access the slot's data.
 
     Args:
-        size: bytes of memory, which are taken as they are written.
-        slot_bytes: bytes of a slot.
-        block_size: tokens of a block.
+        size: bytes of memory; pages are allocated when they are first written.
+        slot_bytes: bytes per slot.
+        block_size: tokens per block.
 
-    Raises ``PenstockError`` (``invalid``) where there is no room for a single block.
+    Raises ``PenstockError`` (``invalid``) if ``size`` is less than a slot.
     """
 
     def __init__(self, size: int, slot_bytes: int, block_size: int) -> None:
@@ -49,7 +49,7 @@ class HostTier:
 
     @property
     def memory(self) -> TransferMemory:
-        """What workers need to map the slots."""
+        """Description of the memory, with which workers map it."""
         path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
         return TransferMemory(path, HEADER_BYTES, self._pool.total, self._pool.block_size, 0)
 
@@ -64,7 +64,7 @@ class HostTier:
 
     @property
     def num_held(self) -> int:
-        """Number of slots that somebody holds."""
+        """Number of slots with references."""
         return self._pool.num_used
 
     @property
@@ -73,45 +73,45 @@ class HostTier:
         return self._pool.num_evictions
 
     def count(self, block_hashes: Iterable[bytes]) -> int:
-        """Number of leading hashes whose blocks are here."""
+        """Number of leading hashes whose blocks are cached."""
         with self._lock:
             return len(self._pool.find_longest_hit(block_hashes))
 
     def hold(self, block_hashes: Iterable[bytes]) -> list[int]:
-        """Hold the slots of the leading hashes whose blocks are here."""
+        """Add a reference to the slots of the leading hashes whose blocks are cached. Returns these slots."""
         with self._lock:
             slots = self._pool.find_longest_hit(block_hashes)
             self._pool.incref(slots)
             return slots
 
     def allocate(self, count: int) -> list[int]:
-        """Hold slots to write, which are not cached any more: ``count``, or fewer where others are held."""
+        """Allocate slots for writing, with a reference each: ``count``, or fewer if fewer are free."""
         with self._lock:
             return self._pool.allocate(min(count, self._pool.num_free))
 
     def cache(self, slot: int, block_hash: bytes) -> None:
-        """Add a slot, which is held and written, to the cache."""
+        """Add an allocated slot to the cache, after it was written."""
         with self._lock:
             self._pool.cache_block(slot, block_hash)
 
     def release(self, slots: Sequence[int]) -> None:
-        """Hold slots no more.
+        """Remove a reference from each slot.
 
         Args:
-            slots: in the order of the tokens, so that the end of a prefix is evicted before its beginning.
+            slots: slots in the order of the tokens, so that the end of a prefix is evicted before its beginning.
         """
         with self._lock:
             self._pool.release(slots)
 
     def touch(self, block_hashes: Sequence[bytes]) -> None:
-        """Mark the blocks of a prefix that are here as used now."""
+        """Mark the cached blocks of a prefix as just used."""
         with self._lock:
             slots = [slot for one in block_hashes if (slot := self._pool.cached_block(one)) is not None]
             self._pool.incref(slots)
             self._pool.release(slots)
 
     def contains(self, block_hash: bytes) -> bool:
-        """Whether a block is here."""
+        """True if a block is cached."""
         with self._lock:
             return self._pool.cached_block(block_hash) is not None
 
@@ -126,5 +126,5 @@ class HostTier:
             self._pool.clear_cache()
 
     def close(self) -> None:
-        """Close the descriptor. The memory stays while anything refers to it."""
+        """Close the file descriptor. The memory is freed once it is unmapped everywhere."""
         self._finalizer()

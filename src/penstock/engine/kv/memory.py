@@ -1,4 +1,4 @@
-"""The number of KV blocks, on the device and in the host tier."""
+"""Number of KV blocks on the device and in host memory."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ..step import MemoryProfile
 
 
 def count_blocks(options: EngineOptions, profile: MemoryProfile, max_len: int) -> int:
-    """Number of KV blocks on the device: ``num_gpu_blocks_override``, or what fits by the other options.
+    """Number of KV blocks on the device: ``num_gpu_blocks_override``, or as many as the memory options allow.
 
     Args:
         max_len: maximum number of tokens of a sequence.
 
-    Raises ``PenstockError`` (``invalid``) where not one fits, or fewer than ``kv_cache_sequences`` sequences, or the
+    Raises ``PenstockError`` (``invalid``) if no block fits, or fewer than ``kv_cache_sequences`` sequences fit, or the
     host tier of the prefix cache does not fit.
     """
     if (tier := options.host_tier_bytes) > (free := free_host_bytes()):
-        words = f"{tier / 2**30:.1f} GiB do not fit into the {free / 2**30:.1f} GiB that this machine has free"
-        raise invalid("kv_offloading_size", words, free / 2**30)
+        message = f"{tier / 2**30:.1f} GiB do not fit into the {free / 2**30:.1f} GiB of free host memory"
+        raise invalid("kv_offloading_size", message, free / 2**30)
     if options.num_gpu_blocks_override:
         return options.num_gpu_blocks_override
     size = profile.block_bytes
@@ -29,7 +29,7 @@ def count_blocks(options: EngineOptions, profile: MemoryProfile, max_len: int) -
     share = options.kv_cache_free_memory_fraction
     if options.kv_cache_memory_bytes:
         room = options.kv_cache_memory_bytes
-    elif profile.total:  # a device with memory of its own
+    elif profile.total:  # a GPU
         unused = (1 - options.gpu_memory_utilization) * profile.total
         room = int(profile.free * share if share else profile.free - unused)
     else:
@@ -37,25 +37,24 @@ def count_blocks(options: EngineOptions, profile: MemoryProfile, max_len: int) -
         offloaded = options.host_tier_bytes // (options.tensor_parallel_size * options.pipeline_parallel_size)
         room = int(profile.free * (1.0 if sequences else share or FREE_SHARE)) - swapped - offloaded
         if room < size <= room + offloaded:
-            words = (
-                f"takes {offloaded / 1e9:.2f} GB of the {(room + offloaded) / 1e9:.2f} GB that are there for KV blocks"
-            )
-            raise invalid("kv_offloading_size", f"{words} and cached prefixes together: choose less")
+            message = f"takes {offloaded / 1e9:.2f} GB of the {(room + offloaded) / 1e9:.2f} GB that are available for "
+            raise invalid("kv_offloading_size", f"{message}KV blocks and offloading together; lower it")
     if room < size:
-        raise invalid("kv_cache_memory_bytes", f"one KV block takes {size} bytes, and {max(room, 0)} are there")
+        message = f"one KV block takes {size} bytes, but only {max(room, 0)} bytes are available"
+        raise invalid("kv_cache_memory_bytes", message)
     if not sequences:
         return room // size
     blocks = blocks_of_sequences(sequences, max_len, options.block_size)
     if blocks * size > room:
         limit = room // size * options.block_size / max_len
-        words = f"{sequences:g} of {max_len} tokens take {blocks * size / 1e9:.2f} GB, and "
-        words += f"{room / 1e9:.2f} are there; at most {limit:.1f} fit"
-        raise invalid("kv_cache_sequences", words, limit)
+        message = f"{sequences:g} sequences of {max_len} tokens take {blocks * size / 1e9:.2f} GB, but only "
+        message += f"{room / 1e9:.2f} GB are available; at most {limit:.1f} fit"
+        raise invalid("kv_cache_sequences", message, limit)
     return blocks
 
 
 def count_host_blocks(options: EngineOptions, profile: MemoryProfile) -> int:
-    """Number of blocks in the host tier: ``swap_space``, with ``preemption_mode`` ``swap``."""
+    """Number of blocks in host memory for swapping: ``swap_space``, with ``preemption_mode`` ``swap``; else 0."""
     if options.preemption_mode != "swap":
         return 0
     return int(options.swap_space * 2**30) // profile.host_block_bytes

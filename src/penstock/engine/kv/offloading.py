@@ -1,8 +1,8 @@
-"""KV offloading: the tiers of the prefix cache below the device, and what a step copies between them.
+"""KV offloading: the host and disk tiers of the prefix cache, and the copies that steps make between the tiers.
 
 A block that a step has filled is stored to the host tier by the next step, and written to the disk tier from there. A
-sequence that starts loads the blocks that follow those of the device from the host tier, in its first step; blocks that
-only the disk has are read into the host tier before it is queued.
+sequence that starts takes its cached blocks from the device, and loads those that follow from the host tier in its
+first step. Blocks that only the disk has are read into the host tier before the sequence is queued.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ logger = logging.getLogger(__name__)
 
 
 class KVOffloading:
-    """Use it in the thread that runs the steps.
+    """The host tier, and optionally the disk tier. Not thread-safe: use it in the thread that runs the steps.
 
     Args:
         device_pool: blocks of the KV cache.
-        disk: None where there is no disk tier.
+        disk: the disk tier; None without it.
     """
 
     def __init__(self, device_pool: BlockPool, host: HostTier, disk: DiskTier | None = None) -> None:
@@ -42,32 +42,32 @@ class KVOffloading:
         self._disk = disk
         self._finalizer = weakref.finalize(self, _close, host, disk)
         self._pending: dict[int, bytes] = {}
-        """Device block → hash of blocks to store."""
+        """Hash of each device block to store."""
         self._storing: set[bytes] = set()
-        """Hashes of blocks that steps in flight store, without those that were found to be wrong meanwhile."""
+        """Hashes of blocks that steps in flight store, without those invalidated meanwhile."""
         self.num_queries = 0
-        """Number of blocks that were looked up since the start, as the device did not have them."""
+        """Number of blocks looked up here since the start, because the device did not have them."""
         self.num_loaded = 0
-        """Number of blocks loaded since the start."""
+        """Number of blocks loaded to the device since the start."""
         self.num_stored = 0
-        """Number of blocks stored since the start."""
+        """Number of blocks stored to the host tier since the start."""
 
     # --- Stores -------------------------------------------------------------------------------------------------------
 
     @property
     def has_stores(self) -> bool:
-        """Whether ``take_stores`` has something to return."""
+        """True if there are blocks to store."""
         return bool(self._pending)
 
     def store(self, blocks: Sequence[int], block_hashes: Sequence[bytes]) -> None:
-        """Store blocks of the device's prefix cache with the next step, unless they are in the host tier."""
+        """Store blocks of the device's prefix cache with the next step, unless the host tier has them."""
         for block, block_hash in zip(blocks, block_hashes, strict=True):
             if not self._host.contains(block_hash):
                 self._pending[block] = block_hash
 
     def take_stores(self) -> list[OffloadedBlock]:
-        """The copies to make in the next step, before it writes to any block: until then, no block of them can be
-        allocated again without leaving the prefix cache. As many as there are slots that nobody holds."""
+        """Take the blocks to store, as copies for the next step to make before it writes to any block. Blocks that have
+        left the device's prefix cache are omitted, as are blocks without a free slot."""
         pool, pending, self._pending = self._device_pool, self._pending, {}
         cached = [(b, h) for b, h in pending.items() if pool.cached_block(h) == b and not self._host.contains(h)]
         slots = self._host.allocate(len(cached))
@@ -78,11 +78,12 @@ class KVOffloading:
     # --- Loads --------------------------------------------------------------------------------------------------------
 
     def count(self, block_hashes: Sequence[bytes]) -> int:
-        """Number of leading hashes whose blocks can be loaded."""
+        """Number of leading hashes whose blocks are in the host tier."""
         return self._host.count(block_hashes)
 
     def hold(self, block_hashes: Sequence[bytes]) -> list[int]:
-        """Hold the slots of all these blocks, which a step is to load. None of them where one was evicted meanwhile."""
+        """Add a reference to the slots of all these blocks, for a step to load them. Returns the slots; empty, without
+        references, if a block was evicted."""
         slots = self._host.hold(block_hashes)
         if len(slots) < len(block_hashes):
             self._host.release(slots)
@@ -92,9 +93,9 @@ class KVOffloading:
     # --- Steps --------------------------------------------------------------------------------------------------------
 
     def confirm(self, stores: list[OffloadedBlock], loads: list[OffloadedBlock]) -> None:
-        """A step has made these copies: add them to the prefix cache of the host tier, or the device."""
-        right = [one for one in stores if one.block_hash in self._storing]
-        for one in right:
+        """Add the copies of a computed step to the prefix cache: stores to the host tier's, loads to the device's."""
+        valid = [one for one in stores if one.block_hash in self._storing]
+        for one in valid:
             self._host.cache(one.slot, one.block_hash)
         for one in loads:
             self._device_pool.cache_block(one.block, one.block_hash)
@@ -102,10 +103,10 @@ class KVOffloading:
         self.num_stored += len(stores)
         self.num_loaded += len(loads)
         if self._disk:
-            self._disk.keep([one.block_hash for one in right])
+            self._disk.keep([one.block_hash for one in valid])
 
     def cancel(self, stores: list[OffloadedBlock], loads: list[OffloadedBlock]) -> None:
-        """A step has failed that was to make these copies: they may be damaged."""
+        """Drop the copies of a failed step."""
         self._storing.difference_update(one.block_hash for one in stores)
         self._host.release([one.slot for one in stores])
         self._host.release([one.slot for one in loads])
@@ -113,14 +114,14 @@ class KVOffloading:
     # --- The tiers ----------------------------------------------------------------------------------------------------
 
     def touch(self, block_hashes: Sequence[bytes]) -> None:
-        """Mark the blocks of a prefix as used now, the first one last, so that the end of a prefix is evicted before
+        """Mark the blocks of a prefix as just used, the first one last, so that the end of a prefix is evicted before
         its beginning."""
         self._host.touch(block_hashes)
         if self._disk:
             self._disk.keep(block_hashes[::-1])
 
     def forget(self, block_hashes: Sequence[bytes]) -> None:
-        """Remove blocks, because their keys and values are wrong."""
+        """Remove blocks from both tiers, because their KV is invalid."""
         self._storing.difference_update(block_hashes)
         self._host.forget(block_hashes)
         if self._disk:
@@ -131,17 +132,17 @@ class KVOffloading:
         self._host.clear()
 
     def read(self, block_hashes: Sequence[bytes]) -> Future[None] | None:
-        """Read blocks that the disk has into the host tier; as ``DiskTier.read``. None where nothing is to be read."""
+        """Read blocks from the disk into the host tier (``DiskTier.read``). None if there is nothing to read."""
         return self._disk.read(block_hashes) if self._disk and block_hashes else None
 
     def poll(self) -> None:
-        """As ``DiskTier.poll``."""
+        """Complete timed-out reads (``DiskTier.poll``)."""
         if self._disk:
             self._disk.poll()
 
     @property
     def counts(self) -> dict[str, Any]:
-        """Counters since the start, and the use of the host tier, by the names of ``Stats`` after ``offload_``."""
+        """Counters since the start, and the usage of the host tier, by field of ``Stats`` without ``offload_``."""
         tokens, size = self._device_pool.block_size, self._host.slot_bytes
         counts: dict[str, Any] = {
             "queries": self.num_queries * tokens,
@@ -164,25 +165,25 @@ class KVOffloading:
         return counts
 
     def close(self) -> None:
-        """Write what is left to the disk, and close the memory's descriptor. Called at the process's exit, too."""
+        """Write queued blocks to the disk, and close the host tier. Also called at exit."""
         self._finalizer()
 
 
 def new_host_tier(options: EngineOptions, layouts: Sequence[TransferLayout]) -> HostTier | None:
-    """The host tier that the options ask for; None where they ask for none.
+    """Create the host tier; None if the options do not enable it.
 
     Args:
-        layouts: of each layer of the model in a slot of ``block_size`` tokens.
+        layouts: layout of each layer in a slot of ``block_size`` tokens.
 
-    Raises ``PenstockError`` where it is impossible.
+    Raises ``PenstockError`` if the options do not allow it.
     """
     if not options.host_tier_bytes:
         if options.kv_offloading_size or options.kv_offloading_disk_path:
-            logger.warning("prefixes are not kept in host memory or on a disk: enable_prefix_caching is off")
+            logger.warning("KV offloading is off, because enable_prefix_caching is off")
         return None
     if options.nnodes > 1 or options.distributed_executor_backend == "ray":
-        words = "is for ranks on one node: with nnodes, or on Ray, the KV cache may lie on several"
-        raise PenstockError(Code.UNSUPPORTED, words, "kv_offloading_size")
+        message = "kv_offloading_size: not supported with nnodes > 1 or on Ray; all ranks must be on one node"
+        raise PenstockError(Code.UNSUPPORTED, message, "kv_offloading_size")
     host = HostTier(options.host_tier_bytes, layouts[0].slot_bytes, options.block_size)
     logger.info("prefix cache: %d blocks of %d bytes in host memory", host.num_slots, host.slot_bytes)
     return host
@@ -191,14 +192,14 @@ def new_host_tier(options: EngineOptions, layouts: Sequence[TransferLayout]) -> 
 def start_offloading(
     options: EngineOptions, layouts: Sequence[TransferLayout], fingerprint: str, device_pool: BlockPool, host: HostTier
 ) -> KVOffloading:
-    """The host tier with the disk tier that the options ask for.
+    """Create the offloading, with the disk tier if the options enable it.
 
     Args:
-        layouts, host: as of ``new_host_tier``.
+        layouts, host: arguments and result of ``new_host_tier``.
         fingerprint: ``ModelInfo.fingerprint``.
         device_pool: blocks of the KV cache.
 
-    Raises ``PenstockError`` where that is impossible.
+    Raises ``PenstockError`` if the disk tier cannot be used.
     """
     if not options.kv_offloading_disk_path:
         return KVOffloading(device_pool, host)

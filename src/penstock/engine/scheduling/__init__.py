@@ -1,1 +1,1 @@
-"""Scheduling: admission, the waiting queue, planning of steps, preemption, and the processing of their outputs."""
+"""Scheduling: admission, the waiting queue, planning of steps, preemption, and processing of step outputs."""

@@ -1,4 +1,4 @@
-"""Admission: which requests are accepted, how many may wait, and for how long."""
+"""Admission: validation of requests, and limits on the number and the time of waiting requests."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .state import SchedulerState
 
 
 class FreeCapacity:
-    """Free rows and KV blocks, which are given to the waiting sequences in their order until one does not fit.
+    """Free rows and KV blocks, assigned to the waiting sequences in their order until one does not fit.
 
     Args:
-        num_rows: number of free rows of the batch.
-        alone: whether no sequence runs; then the first one fits, however large it is.
+        num_rows: number of free rows in the batch.
+        alone: True if no sequence runs; then the first one always fits.
     """
 
     def __init__(self, kv: KVCacheManager, num_rows: int, alone: bool) -> None:
@@ -39,14 +39,13 @@ class FreeCapacity:
         self._full = False
 
     def fits(self, sequence: Sequence) -> bool:
-        """Whether ``sequence`` could start beside those given capacity (``take``), with all that are to be forked from
-        it."""
+        """True if ``sequence``, and all that are to be forked from it, could start in the remaining capacity."""
         if self._full or 1 + sequence.num_unforked > self._num_rows:
             return False
         return (self._alone and not self.num_startable) or self._kv.num_blocks_to_start(sequence) <= self._num_blocks
 
     def take(self, sequence: Sequence) -> None:
-        """Give capacity to the next sequence of the queue. After the first that does not fit, none does."""
+        """Assign capacity to the next sequence of the queue. After the first that does not fit, none fits."""
         self._full = not self.fits(sequence)
         if not self._full:
             self.num_startable += 1
@@ -56,7 +55,7 @@ class FreeCapacity:
 
 class Admission:
     """Validates requests, queues them, and enforces their time limits. The scheduler reports sequences that start
-    (``record_start``) or end before that (``remove_sequence``), and requests that have ended (``remove_request``).
+    (``record_start``) or end before they start (``remove_sequence``), and requests that end (``remove_request``).
     """
 
     def __init__(self, state: SchedulerState) -> None:
@@ -66,23 +65,22 @@ class Admission:
         self._running, self._waiting = state.running, state.waiting
         self._external_ids: set[str] = set()
         self._deadlines: list[tuple[float, int, str]] = []
-        """Deadline, order of arrival and id of each request that has one; sorted."""
+        """Deadline, order of arrival and id of each request with a deadline; sorted."""
         self._queue_timeouts: dict[Sequence, None] = {}
-        """With ``max_queue_time``: sequences that had no step yet, as a set in the order of arrival."""
+        """Ordered set of sequences without a step yet, the oldest first; only with ``max_queue_time``."""
         self._arrivals = 0
         self._free_capacity: FreeCapacity | None = None
-        """Free rows and KV blocks less those that waiting sequences could take; None where it has to be computed
-        anew."""
+        """Capacity that remains after the waiting sequences; None if it has to be computed anew."""
 
     @property
     def num_waiting(self) -> int:
-        """Number of sequences in the queue, those with prerequisites included."""
+        """Number of waiting sequences, in the queue or for prerequisites."""
         return len(self._waiting) + len(self.prerequisites)
 
     def validate_and_clamp(self, request: EngineRequest) -> EngineRequest:
-        """Validate a request. Returns it with ``max_tokens`` clamped to what fits into the context.
+        """Validate a request. Returns it with ``max_tokens`` clamped to the context length.
 
-        Raises ``PenstockError`` (``invalid``) where it can never run.
+        Raises ``PenstockError`` (``invalid``, ``too_long``) if it can never run.
         """
         options, sampling = self._options, request.sampling
         if not request.prompt:
@@ -91,15 +89,17 @@ class Admission:
         room = limit - tokens
         if request.pooling:
             if room < 0:
-                raise too_long("prompt", f"has {tokens} tokens, and at most {limit} are taken", tokens, limit)
+                raise too_long("prompt", f"has {tokens} tokens, but at most {limit} are allowed", tokens, limit)
             room = 1  # an embedding request generates no token
         if room < 1:
-            raise too_long("prompt", f"has {tokens} tokens, and at most {limit - 1} leave room for one", tokens, limit)
+            message = f"has {tokens} tokens, but at most {limit - 1} leave room for an output token"
+            raise too_long("prompt", message, tokens, limit)
         if request.images and (position := next_position(tokens, request.images)) > tokens:
-            room = min(room, limit - position)  # a video's positions in time may go further than its tokens
+            room = min(room, limit - position)  # a video may take more positions (in time) than tokens
             if room < 1:
-                words = f"end at position {position}, of {limit} (max_model_len); sample more frames per second"
-                raise invalid("videos", words, limit)
+                message = f"end at position {position}, but the context ends at {limit} (max_model_len); "
+                message += "sample more frames per second"
+                raise invalid("videos", message, limit)
         if 0 < (limit := options.max_prompt_len) < tokens:
             raise invalid("prompt", f"has {tokens} tokens, more than max_prompt_len ({limit})", limit)
         if 0 < (limit := options.max_output_len) < (sampling.max_tokens or 0):
@@ -113,38 +113,38 @@ class Admission:
         stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else request.eos_token_ids)}
         allowed = set(sampling.allowed_token_ids or ()) - sampling.banned_token_ids
         if allowed and sampling.min_tokens and stops.issuperset(allowed):
-            raise invalid("min_tokens", "must be 0 where every allowed token ends the sequence", 0)
+            raise invalid("min_tokens", "must be 0 if every allowed token ends the sequence", 0)
         max_tokens = min(sampling.max_tokens or room, options.max_output_len or room, room)
         if max_tokens != sampling.max_tokens:
             request = msgspec.structs.replace(request, sampling=sampling.replace(max_tokens=max_tokens))
         all_at_once = options.batch_scheduler_policy == "guaranteed_no_evict" or sampling.use_beam_search
         if all_at_once and self._kv.worst_case_blocks(request) > self._device_pool.total:
-            raise invalid("n", "so many sequences of this length do not fit into the KV cache together")
+            raise invalid("n", "is too large: this many sequences of this length do not fit into the KV cache together")
         return request
 
     def _check_images(self, request: EngineRequest) -> None:
-        """Raise ``PenstockError`` where the features of an image, or, without chunked prefill, of all of a prompt's,
-        are more than the encoder cache holds."""
+        """Raise ``PenstockError`` if an image, or without chunked prefill the sum of all images, exceeds the encoder
+        cache, or a bidirectional image exceeds the token budget of a step."""
         limit = self._options.encoder_cache_size
         sizes = [image.length for image in request.images]
         largest = max(sizes, default=0) if self._options.enable_chunked_prefill else sum(sizes)
         if largest > limit:
-            words = f"take {largest} tokens, more than encoder_cache_size ({limit}); send smaller ones"
-            raise invalid("images", words, limit)
-        whole = max((image.length for image in request.images if image.bidirectional), default=0)
-        if whole > (limit := self._options.max_num_batched_tokens):
-            words = f"of this model take {whole} tokens, all in one step, more than max_num_batched_tokens ({limit})"
-            raise invalid("images", words, limit)
+            message = f"take {largest} tokens, more than encoder_cache_size ({limit}); send smaller ones"
+            raise invalid("images", message, limit)
+        largest = max((image.length for image in request.images if image.bidirectional), default=0)
+        if largest > (limit := self._options.max_num_batched_tokens):
+            message = f"take {largest} tokens in one step, but max_num_batched_tokens is {limit}; send smaller ones"
+            raise invalid("images", message, limit)
 
     def new_sequence(self, request: EngineRequest) -> Sequence:
-        """Create the first sequence of a request that ``validate_and_clamp`` has returned.
+        """Create the first sequence of a validated request.
 
-        Raises ``PenstockError`` (``invalid``) where its ``external_id`` is in use.
+        Raises ``PenstockError`` (``invalid``) if its ``external_id`` is in use.
         """
         if request.external_id in self._external_ids:
-            name = request.external_id.rpartition("\0")[2]  # without the tenant's
-            words = f"{name[:200]!r} already exists: a request of this name has not ended"
-            raise invalid("external_id", words)
+            name = request.external_id.rpartition("\0")[2]  # without the tenant
+            message = f"{name[:200]!r} already exists: an unfinished request has this id"
+            raise invalid("external_id", message)
         seed = random.getrandbits(63) if request.sampling.seed is None else request.sampling.seed
         first = Sequence(request, 0, seed, self._arrivals)
         if request.reasoning:
@@ -152,8 +152,8 @@ class Admission:
         return first
 
     def check_queue(self, first: Sequence) -> None:
-        """Raise ``PenstockError`` (``overloaded``) where the queue is full. Waiting sequences that could start at once,
-        in free rows and KV blocks, do not count."""
+        """Raise ``PenstockError`` (``overloaded``) if the queue is full. Waiting sequences that could start at once, in
+        free rows and KV blocks, do not count."""
         limit = self._options.max_waiting
         if self.num_waiting < limit:
             return
@@ -167,12 +167,11 @@ class Admission:
             raise PenstockError(Code.OVERLOADED, f"{self.num_waiting} sequences are waiting", "max_waiting", limit)
 
     def invalidate_free_capacity(self) -> None:
-        """Have ``check_queue`` compute the free capacity anew. To be called when rows or KV blocks were taken or
-        freed."""
+        """Discard the free capacity. Call this when rows or KV blocks were allocated or freed."""
         self._free_capacity = None
 
     def enqueue(self, first: Sequence, prerequisites: list[Prerequisite]) -> None:
-        """Queue a request's first sequence: at once without ``prerequisites``, else in ``enqueue_prepared`` once they
+        """Queue a request's first sequence: immediately, or, with ``prerequisites``, in ``enqueue_prepared`` once they
         are done."""
         if prerequisites:
             self.prerequisites.add(first, prerequisites)
@@ -190,8 +189,8 @@ class Admission:
             self._queue_timeouts[first] = None
 
     def enqueue_prepared(self) -> Iterator[tuple[str, Failure]]:
-        """Queue sequences whose prerequisites are done. Yields id and failure of requests whose prerequisites failed,
-        which the caller has to abort."""
+        """Queue sequences whose prerequisites are done. Yields id and failure of requests whose prerequisites failed;
+        the caller has to abort these."""
         for sequence, failure in self.prerequisites.apply_done():
             if failure:
                 yield sequence.request.request_id, failure
@@ -201,33 +200,33 @@ class Admission:
 
     def overdue(self, now: float) -> Iterator[tuple[str, Failure]]:
         """Yield id and failure of requests that have waited longer than ``max_queue_time`` for their first step, or
-        whose deadline has passed. The caller has to abort each before it asks for the next.
+        whose deadline has passed. The caller has to abort each request before it takes the next.
 
         Args:
             now: seconds on the monotonic clock.
         """
         limit = self._options.max_queue_time
-        while (first := next(iter(self._queue_timeouts), None)) and now - first.arrived > limit:  # the oldest first
-            words = f"the request has waited {limit:g} seconds in the queue (max_queue_time); try again later"
-            yield first.request.request_id, Failure(Code.OVERLOADED, words, "max_queue_time", limit)
+        while (first := next(iter(self._queue_timeouts), None)) and now - first.arrived > limit:  # oldest first
+            message = f"the request has waited {limit:g} seconds in the queue (max_queue_time); try again later"
+            yield first.request.request_id, Failure(Code.OVERLOADED, message, "max_queue_time", limit)
         while self._deadlines and self._deadlines[0][0] <= now:
             yield self._deadlines[0][2], Failure(Code.TIMEOUT, "the deadline has passed")
 
     def record_start(self, sequence: Sequence, cached: int) -> None:
-        """Record that a sequence gets its first step now, with ``cached`` of its tokens from the prefix cache."""
+        """Record the first step of a sequence, with ``cached`` tokens from the prefix cache."""
         sequence.num_cached_tokens = cached
         sequence.first_scheduled = time.monotonic()
         sequence.queued = sequence.first_scheduled - sequence.arrived
         self._queue_timeouts.pop(sequence, None)
 
     def remove_sequence(self, sequence: Sequence) -> bool:
-        """Remove a sequence that ends without running. Returns True where it still waited for prerequisites; otherwise
-        it is in the queue, from which the caller removes it."""
+        """Remove a sequence that ends while it waits. Returns True if it was waiting for prerequisites; otherwise it is
+        in the queue, and the caller has to remove it there."""
         self._queue_timeouts.pop(sequence, None)
         return self.prerequisites.remove(sequence)
 
     def remove_request(self, first: Sequence) -> None:
-        """Remove the external id and the deadline of a request that has ended, given its first sequence."""
+        """Remove the external id and the deadline of an ended request, given its first sequence."""
         self._external_ids.discard(first.request.external_id)
         if (deadline := first.request.deadline) is not None:
             del self._deadlines[bisect.bisect_left(self._deadlines, (deadline, first.arrival_order))]

@@ -1,4 +1,4 @@
-"""Which images' features the workers keep, and which images the next step has to encode."""
+"""The encoder cache: which image features the workers keep, and which images the next step has to encode."""
 
 from __future__ import annotations
 
@@ -9,50 +9,51 @@ from penstock.core.multimodal import ImageInput
 
 
 class EncoderCache:
-    """The scheduler's view of the features that the workers keep, by content of the images, the least recently used
-    first. Steps are computed in order, so what a step finds there is decided when it is planned.
+    """The scheduler's view of the workers' cache of image features: an LRU cache by content of the image. Steps are
+    computed in order, so planning a step determines what it finds in the cache.
 
-    Nothing is held from step to step: features that were evicted are computed again, to the same bits, as the request
-    keeps its pixels.
+    Nothing is pinned between steps: evicted features are encoded again, bit-identical, since the request keeps its
+    pixels.
 
     Args:
-        capacity: features that are kept, in tokens.
-        step_budget: features that a step may encode; of a single image more.
+        capacity: maximum size of the cached features, in tokens.
+        step_budget: maximum size of the features encoded in a step, in tokens; a single image may exceed it.
     """
 
     def __init__(self, capacity: int, step_budget: int) -> None:
         self._capacity = capacity
         self._step_budget = step_budget
         self.num_encoded = self.num_hits = 0
-        """Number of images encoded, and of those found, since the engine started."""
+        """Number of encoded images, and number of cache hits, since the engine started."""
         self._lengths: OrderedDict[bytes, int] = OrderedDict()
         self._used = 0
         self.is_used = False
-        """Whether any request had images so far."""
+        """True once a request had images."""
         self._needed: set[bytes] = set()
-        """Images of the step that is being planned, which must stay."""
+        """Images of the step being planned, which must not be evicted."""
         self._evicted: dict[bytes, None] = {}
         self._to_encode: dict[bytes, ImageInput] = {}
 
     @property
     def num_entries(self) -> int:
-        """Number of images whose features are kept."""
+        """Number of images whose features are cached."""
         return len(self._lengths)
 
     @property
     def num_tokens(self) -> int:
-        """Their features."""
+        """Size of the cached features, in tokens."""
         return self._used
 
     def begin_step(self) -> None:
-        """A step is about to be planned."""
+        """Start planning a step."""
         self._needed.clear()
 
     def fit(self, request: EngineRequest, start: int, count: int, budget: int) -> int:
-        """Make room for the images among tokens ``start`` to ``start + count`` of a request, and have those encoded
-        that are not there. Returns how many tokens from ``start`` on the step can compute: up to the first image for
-        which there is no room; and no part of an image with attention in both directions, but all of it, for which the
-        step may have more tokens, within ``budget``."""
+        """Cache the images among tokens ``start`` to ``start + count`` of a request, and encode those not cached yet.
+
+        Returns the number of tokens that the step can compute from ``start`` on: up to the first image that does not
+        fit. An image with bidirectional attention is not split: its end may extend the number up to ``budget``.
+        """
         self.is_used = True
         for image in request.images:
             if image.offset >= start + count:
@@ -94,7 +95,7 @@ class EncoderCache:
 
     @property
     def num_patches(self) -> int:
-        """Patches of the images that the next step encodes."""
+        """Number of patches of the images that the next step encodes."""
         return sum(image.num_patches for image in self._to_encode.values())
 
     def _evict(self, key: bytes) -> None:
@@ -103,12 +104,12 @@ class EncoderCache:
             self._evicted[key] = None
 
     def clear(self) -> None:
-        """Have all features dropped: they are of other weights, or a step has failed that should have made them."""
+        """Evict all features, after a weight update, or after a failed step that should have computed some."""
         for key in list(self._lengths):
             self._evict(key)
 
     def take(self) -> tuple[list[bytes], list[ImageInput]]:
-        """What the next message tells the workers: ``StepInput.evicted_images`` and ``encoded_images``."""
+        """Take ``StepInput.evicted_images`` and ``StepInput.encoded_images`` for the next message to the workers."""
         taken = list(self._evicted), list(self._to_encode.values())
         self._evicted, self._to_encode = {}, {}
         return taken

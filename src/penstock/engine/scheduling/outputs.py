@@ -1,4 +1,4 @@
-"""Outputs: appends the tokens that a step sampled to their sequence, and makes the deltas for the client."""
+"""Outputs: appends sampled tokens to their sequences, and creates the deltas for clients."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ..step import SampledTokens
 
 
 def append_tokens(sequence: Sequence, sampled: SampledTokens) -> TokenDelta:
-    """Append sampled tokens, and those that the sequence's grammar forces after them (jump forward). Returns the delta;
-    where its ``finished`` is set, the caller ends the sequence."""
+    """Append sampled tokens, and the tokens that the sequence's grammar forces after them (jump forward). Returns the
+    delta. If its ``finished`` is set, the caller has to end the sequence."""
     finished, stop_token, failure = None, None, None
     guide, token_ids = sequence.guide, sampled.token_ids
     if sampled.failure:
@@ -24,7 +24,7 @@ def append_tokens(sequence: Sequence, sampled: SampledTokens) -> TokenDelta:
             if token != eos:
                 token_ids[i - 1] = token
                 _resend_next_token(sequence)
-            if sampled.logprobs:  # the logprob stays that of the token that was sampled
+            if sampled.logprobs:  # keeps the logprob of the sampled token
                 sampled.logprobs[i - 1][0] = msgspec.structs.replace(sampled.logprobs[i - 1][0], token_id=token)
         sequence.tokens.append(token)
         if guide and (failure := guide.failure):
@@ -66,20 +66,20 @@ def append_tokens(sequence: Sequence, sampled: SampledTokens) -> TokenDelta:
 
 
 def _resend_next_token(sequence: Sequence) -> None:
-    """Mark the next token that is appended to be sent to the workers, which have sampled another or none."""
+    """Mark the token that is appended next to be sent to the workers, which sampled another token, or none."""
     first = len(sequence.tokens)
     sequence.resend_from = first if sequence.resend_from is None else min(sequence.resend_from, first)
 
 
 def error_delta(sequence: Sequence, failure: Failure) -> TokenDelta:
-    """The delta that ends a sequence with ``failure``."""
+    """Delta that ends a sequence with ``failure``."""
     request_id, finished = sequence.request.request_id, FinishReason.ERROR
     return TokenDelta(request_id=request_id, sequence=sequence.index, finished=finished, failure=failure)
 
 
 def pool_hidden_states(sequence: Sequence, states: np.ndarray) -> TokenDelta | None:
-    """Pool hidden states of a prompt, ``[tokens, hidden]`` float32. Returns the delta with the embedding when the whole
-    prompt is computed, None before."""
+    """Pool hidden states of a prompt, ``[tokens, hidden]`` float32. Returns the delta with the embedding once the whole
+    prompt is computed, else None."""
     assert sequence.pooling_state is not None
     sequence.pooling_state.add(states)
     if sequence.num_computed < sequence.prompt_length:
@@ -94,8 +94,8 @@ def pool_hidden_states(sequence: Sequence, states: np.ndarray) -> TokenDelta | N
 
 
 def _may_jump_forward(sequence: Sequence) -> bool:
-    """Whether forced tokens may be appended without being sampled: not where logprobs or logits of each are returned,
-    or a stop string may end the sequence within them."""
+    """True if forced tokens may be appended without sampling. False if logprobs or logits are returned for each token,
+    or if a stop string might end the sequence within them."""
     sampling = sequence.request.sampling
     returned = sampling.logprobs is not None or sampling.return_generation_logits
     return not sequence.num_pending and not returned and not sampling.stop

@@ -1,4 +1,4 @@
-"""The planner: which sequences the next step computes, and how many tokens of each."""
+"""The planner: chooses the sequences of the next step, and the number of tokens of each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .preemption import Preemption
 from .state import SchedulerState
 
 Hold = Literal["new", "all"]
-"""What is held: sequences that have not started, or all of them."""
+"""Sequences that are held, i.e. not planned: ``new`` ones, which have not started, or ``all``."""
 
 
 class Planner:
@@ -39,13 +39,10 @@ class Planner:
         self._pipeline_stages = pipeline_stages
         self._num_shares = min(pipeline_stages, max_concurrent_batches)
         self.holds: dict[str, Hold] = {}
-        """By who asks for it: what is not to be planned for now."""
+        """Active holds by owner."""
 
     def plan(self, speculation: Speculation | None) -> Plan:
-        """Plan one step, with drafts of ``speculation``.
-
-        The plan is empty where nothing can run before a step in flight is collected, or there is nothing to run.
-        """
+        """Plan one step, with drafts of ``speculation``. The plan is empty if no sequence can run now."""
         plan, preemptions = Plan(len(self._running)), self._preemption.count
         if self._kv.offloading:
             plan.stores = self._kv.offloading.take_stores()
@@ -62,7 +59,7 @@ class Planner:
                 break
             partial = shares and sequence.is_partial_prefill
             if sequence.state is not State.RUNNING or not (partial or left):
-                continue  # preempted by one before it; or other sequences are the share
+                continue  # preempted by a sequence before it, or left to the other steps in flight
             count = min(self._num_new_tokens(sequence, plan.drafting), budget)
             if sequence.request.images:
                 count = self._encoder_cache.fit(sequence.request, sequence.num_scheduled, count, budget)
@@ -85,19 +82,19 @@ class Planner:
         return plan
 
     def _share(self) -> int:
-        """Number of running sequences in a step, so that the other steps in flight have as many. Partial prefills do
-        not count: they have tokens for every step, and would leave no place to the others."""
+        """Number of running sequences per step, for an equal share in all steps in flight. Partial prefills do not
+        count: they have tokens for every step, and would displace the others."""
         return -(-sum(not sequence.is_partial_prefill for sequence in self._running) // self._num_shares)
 
     def _num_new_tokens(self, sequence: Sequence, drafting: bool) -> int:
         """Number of tokens of a running sequence to compute in this step, before the token budget is applied. 0 while
-        it is paused, its drafts are being verified, or its next token depends on one in flight."""
+        the sequence is paused, its drafts are being verified, or its next token depends on a token in flight."""
         total = len(sequence.tokens) + sequence.num_pending
         if sequence.paused or sequence.num_draft_tokens:
             return 0
         if sequence.num_pending and (
             total >= sequence.max_len  # the last token is in flight
-            or sequence.num_candidates  # the next beams are selected only when all have their candidates
+            or sequence.num_candidates  # the next beams are selected once all beams have their candidates
             or self._pipeline_stages > 1  # the first stage does not know the token in flight
             or sequence.guide  # the allowed tokens depend on it
             or drafting  # a draft depends on it, too
@@ -107,7 +104,7 @@ class Planner:
         return min(total - sequence.num_scheduled, threshold or total)
 
     def _allocate_slots(self, sequence: Sequence, count: int, plan: Plan) -> bool:
-        """Allocate blocks for ``count`` more tokens, preempting where too few are free. Returns False where the
+        """Allocate blocks for ``count`` more tokens, preempting sequences if too few are free. Returns False if the
         sequence cannot be part of this step."""
         num_blocks = self._preemption.make_room(sequence, count, plan)
         if num_blocks:
@@ -127,7 +124,7 @@ class Planner:
         plan.scheduled.append(ScheduledSequence(sequence, start, count, sampling, [], []))
 
     def _fork(self, first: Sequence) -> list[Sequence]:
-        """Fork and start the request's other sequences, now that ``first`` samples its first token. Returns them."""
+        """Fork and start the other sequences of a request, when ``first`` samples its first token. Returns them."""
         if not first.num_unforked:
             return []
         siblings = self._groups[first.request.request_id].fork(self._kv)
@@ -162,8 +159,8 @@ class Planner:
             budget -= count
 
     def _start(self, sequence: Sequence, hit: CacheHit, count: int, plan: Plan) -> bool:
-        """Start a waiting sequence, with blocks for ``count`` tokens after ``hit``. Returns False where too few are
-        free."""
+        """Start a waiting sequence, with blocks for ``count`` tokens after its cache ``hit``. Returns False if too few
+        blocks are free."""
         loads = self._kv.allocate(sequence, hit, count, alone=not self._running)
         if loads is None:
             return False
@@ -179,7 +176,7 @@ class Planner:
         return True
 
     def _schedule_drafts(self, plan: Plan, speculation: Speculation) -> None:
-        """Add draft tokens to decoding sequences, within the rest of the token budget. They take free blocks only: no
+        """Add draft tokens to decoding sequences, within the remaining token budget. Only free blocks are used: no
         sequence is preempted for drafts."""
         budget = self._options.max_num_batched_tokens - plan.tokens
         scratch = speculation.num_scratch_blocks

@@ -1,4 +1,4 @@
-"""Preemption: running sequences give up their KV blocks, and continue later from a swapped copy or from the start."""
+"""Preemption: running sequences release their KV blocks, and are later swapped in or recomputed."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from .state import SchedulerState
 class Preemption:
     """Preempts running sequences, the last in scheduling order first, and counts them.
 
-    With ``preemption_mode`` ``swap`` and room in the host tier, a sequence's blocks are copied there; otherwise it is
-    recomputed. The beams of a request are preempted together, and their search starts again.
+    With ``preemption_mode`` ``swap`` and enough free host blocks, a sequence's blocks are swapped out; otherwise the
+    sequence is recomputed. The beams of a request are preempted together, and their search is restarted.
     """
 
     def __init__(self, state: SchedulerState) -> None:
         self.count = 0
-        """Preemptions since the engine started; those of a request's beams count once."""
+        """Number of preemptions since the engine started; the beams of a request count once."""
         self.num_sequences = 0
-        """Sequences that were preempted at least once since the engine started."""
+        """Number of sequences that were preempted at least once since the engine started."""
         self._swaps = state.options.preemption_mode == "swap"
         self._device_pool, self._kv, self._builder = state.device_pool, state.kv, state.builder
         self._running, self._waiting, self._groups = state.running, state.waiting, state.groups
 
     def make_room(self, sequence: Sequence, count: int, plan: Plan) -> int | None:
-        """Drop imported prefixes, then preempt other sequences, and at last this one, until there are free blocks for
-        ``count`` more tokens of it.
+        """Free blocks for ``count`` more tokens of a sequence: release imported prefixes of waiting sequences, then
+        preempt other sequences, and at last this one.
 
-        Returns how many blocks to allocate for them. None where the sequence cannot be part of this step: it was
-        preempted itself, or the next sequence to preempt is computed by a step in flight.
+        Returns the number of blocks to allocate. None if the sequence cannot be part of this step: it was preempted
+        itself, or the next sequence to preempt is computed by a step in flight.
         """
         while (num_blocks := self._kv.num_blocks_to_allocate(sequence, count)) > self._device_pool.num_free:
             if self._kv.drop_import():
@@ -44,8 +44,8 @@ class Preemption:
         return num_blocks
 
     def recompute_all(self) -> None:
-        """Preempt all running sequences, and let these and those that are swapped out be recomputed; to be called while
-        no step is in flight. Prompts that were imported are computed here."""
+        """Preempt all running sequences. They, swapped sequences and imported prefixes are recomputed. Call this while
+        no step is in flight."""
         while len(self._running):
             self._preempt(self._running.last)
         for sequence in [one for one in self._waiting if one.state is State.SWAPPED]:
@@ -54,12 +54,12 @@ class Preemption:
             pass
 
     def confirm_swaps(self, plan: Plan) -> None:
-        """Allow the sequences that ``plan`` swapped out to be swapped in again; to be called when it was computed."""
+        """Allow the sequences that ``plan`` swapped out to be swapped in again. Call this when its step is computed."""
         for sequence in plan.swapped:
             sequence.swapping_out = False
 
     def cancel_swaps(self, plan: Plan) -> None:
-        """Let the sequences that ``plan`` swapped out be recomputed; to be called when it has failed."""
+        """Recompute the sequences that ``plan`` swapped out. Call this when its step has failed."""
         self.confirm_swaps(plan)
         for sequence in plan.swapped:
             if sequence.state is State.SWAPPED:
@@ -78,7 +78,7 @@ class Preemption:
         """Preempt a sequence, or all beams of its request.
 
         Args:
-            plan: to which blocks to swap out are added; None has it recomputed.
+            plan: plan that gets the blocks to swap out; None recomputes the sequence instead.
         """
         group = self._groups[victim.request.request_id]
         victims = self._preempted_with(victim)
@@ -97,8 +97,8 @@ class Preemption:
                 self._running.free(other)
             group.restart_search(self._device_pool.block_size)
             self._builder.drop_beam_steps(group.request.request_id)
-        elif plan is not None and self._swaps and (moved := self._kv.swap_out(victim)):
-            plan.swap_out += moved
+        elif plan is not None and self._swaps and (copies := self._kv.swap_out(victim)):
+            plan.swap_out += copies
             plan.swapped.append(victim)
             victim.state, victim.swapping_out = State.SWAPPED, True
         if victim.state is not State.SWAPPED:

@@ -15,18 +15,18 @@ class Prerequisite(NamedTuple):
     """A future that must be done before a request is queued."""
 
     future: Future[Any]
-    """Requests may share it. It is cancelled when the last of them ends before it is done."""
+    """The future, which requests may share. It is cancelled if the last of them ends before it is done."""
     apply: Callable[[Sequence, Any], None]
-    """Called with the request's first sequence and the future's result."""
+    """Callback with the request's first sequence and the future's result."""
 
 
 class Prerequisites:
-    """Sequences with prerequisites that are not done, in the order of arrival."""
+    """Sequences that wait for prerequisites, in the order of arrival."""
 
     def __init__(self) -> None:
         self._waiting: dict[Sequence, list[Prerequisite]] = {}
         self._users: dict[Future[Any], int] = {}
-        """Future → number of sequences that wait for it."""
+        """Number of sequences that wait for each future."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -36,7 +36,7 @@ class Prerequisites:
 
     @property
     def futures(self) -> list[Future[Any]]:
-        """The futures that sequences wait for, each once."""
+        """Distinct futures that sequences wait for."""
         return list(self._users)
 
     def add(self, sequence: Sequence, prerequisites: list[Prerequisite]) -> None:
@@ -46,8 +46,8 @@ class Prerequisites:
             self._users[future] = self._users.get(future, 0) + 1
 
     def remove(self, sequence: Sequence) -> bool:
-        """Remove a sequence, and cancel futures that have not begun and that no other sequence needs. Returns whether
-        the sequence was among these."""
+        """Remove a sequence, and cancel its futures that no other sequence needs. Returns False if the sequence was not
+        waiting here."""
         prerequisites = self._waiting.pop(sequence, None)
         for future, _ in prerequisites or ():
             self._users[future] -= 1
@@ -57,8 +57,8 @@ class Prerequisites:
         return prerequisites is not None
 
     def apply_done(self) -> Iterator[tuple[Sequence, Failure | None]]:
-        """Apply the results of sequences whose futures are all done. Yields each with the failure of a future or of its
-        ``apply``, None where all went well; the caller has to ``remove`` it."""
+        """Apply the results for sequences whose futures are all done. Yields each sequence with the failure of a future
+        or of its ``apply``, or None; the caller has to ``remove`` it."""
         if not any(future.done() for future in self._users):
             return
         for sequence, prerequisites in list(self._waiting.items()):

@@ -36,7 +36,7 @@ class RunningBatch:
 
     @property
     def last(self) -> Sequence:
-        """The sequence to preempt first. Raises ``IndexError`` where none runs."""
+        """The sequence to preempt first. Raises ``IndexError`` if none is running."""
         return self._sequences[-1]
 
     @property

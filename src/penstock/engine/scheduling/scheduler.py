@@ -1,9 +1,9 @@
-"""The scheduler: requests from their arrival to their end, and the steps that compute them.
+"""The scheduler: manages requests from arrival to end, and plans the steps that compute them.
 
-There are no prefill and decode phases. A step has a budget of tokens, and each sequence asks for the tokens that it has
+There are no prefill and decode phases. A step has a token budget, and each sequence gets some of the tokens that it has
 not computed yet; chunked prefill, decoding, cache hits and recomputation differ in numbers only. Steps may overlap:
-``schedule`` can plan a step while the one before it is in flight, whose tokens are then unknown, and blocks are freed
-only after the last step that uses them.
+``schedule`` can plan a step while the previous one is in flight, whose sampled tokens are not known yet. Blocks are
+freed only after the last step that uses them.
 
 ``Admission`` accepts requests, ``Planner`` plans a step, ``Preemption`` frees blocks for it, ``RunningBatch`` assigns
 rows of the workers' batch, ``SequenceGroup`` holds a request's sequences.
@@ -40,23 +40,23 @@ from .waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
 
-REQUEST_FAILED = "an internal error ended request %s"
-OUTPUT_FAILED = Failure(Code.INTERNAL, "an internal error ended the output; the server's log has its traceback")
+REQUEST_FAILED = "request %s failed with an internal error"
+OUTPUT_FAILED = Failure(Code.INTERNAL, "an internal error ended the output; the server's log has the traceback")
 
 
 class Scheduler:
-    """Schedules sequences.
+    """Schedules the sequences of all requests.
 
     Args:
         device_pool: blocks of the KV cache.
-        host_pool: blocks of the host tier, to which sequences are swapped; None where there is none.
+        host_pool: blocks in host memory, to which sequences are swapped out; None without swapping.
         weights: version of the weights, part of the prefix cache's hashes.
-        offloading: lower tiers of the prefix cache; None where there are none.
         pipeline_stages: number of pipeline stages of the workers. Each step computes ``1 / pipeline_stages`` of the
             running sequences, so that every stage has a step to compute.
-        max_concurrent_batches: steps in flight at the same time, at most.
+        max_concurrent_batches: maximum number of steps in flight.
+        offloading: host and disk tiers of the prefix cache; None without them.
 
-    Raises ``PenstockError`` (``invalid``) where the cache cannot hold a single sequence of ``max_model_len``.
+    Raises ``PenstockError`` (``invalid``) if the KV cache cannot hold a single sequence of ``max_model_len``.
     """
 
     def __init__(
@@ -73,15 +73,15 @@ class Scheduler:
         self.device_pool = device_pool
         self.host_pool = host_pool
         self.speculation: Speculation | None = None
-        """Speculative decoding; None where it is off."""
+        """Speculative decoding; None if it is off."""
         self.encoder_cache = EncoderCache(options.encoder_cache_size, options.max_num_batched_tokens)
-        """Features of images that the workers keep."""
+        """Cache of image features in the workers."""
         self.builder = StepBuilder(pipeline_stages > 1, self.encoder_cache)
         """Builds the workers' messages from plans."""
         self.before_release: Callable[[Sequence], None] = lambda sequence: None
-        """Called with a sequence that has ended, while it has its blocks."""
+        """Callback with a sequence that has ended, before its blocks are freed."""
         self.after_request: Callable[[SequenceGroup, Failure | None], None] = lambda group, failure: None
-        """Called with the sequences of a request that has ended, and why where it has not finished."""
+        """Callback with the sequences of a request that has ended, and its failure; None if it has finished."""
         self._groups: dict[str, SequenceGroup] = {}
         self.kv = KVCacheManager(options, device_pool, host_pool, weights, offloading)
         self.waiting = WaitingQueue(options.scheduling_policy == "priority", options.long_prefill_token_threshold)
@@ -93,17 +93,17 @@ class Scheduler:
         self._preemption = Preemption(state)
         self._planner = Planner(state, self._preemption, self.admission, pipeline_stages, max_concurrent_batches)
 
-    # --- Numbers ----------------------------------------------------------------------------------------------------
+    # --- Statistics -------------------------------------------------------------------------------------------------
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of tokens of prompts that are still to be computed."""
+        """Number of prompt tokens that are still to be computed."""
         firsts = (group.first for group in self._groups.values())
         return sum(max(one.prompt_length - one.num_computed, 0) for one in firsts)
 
     @property
     def num_preemptions(self) -> int:
-        """Number of preemptions since the engine started; those of a request's beams count once."""
+        """Number of preemptions since the engine started; the beams of a request count once."""
         return self._preemption.count
 
     @property
@@ -113,11 +113,9 @@ class Scheduler:
 
     @property
     def num_preempted_waiting(self) -> int:
-        """Number of preempted sequences that wait to run again."""
+        """Number of preempted sequences that are waiting to run again."""
         sequences = (sequence for group in self._groups.values() for sequence in group.sequences)
-        return sum(
-            one.state in (State.WAITING, State.SWAPPED) and one.num_cached_tokens is not None for one in sequences
-        )
+        return sum(one.state in (State.WAITING, State.SWAPPED) and one.has_started for one in sequences)
 
     @property
     def num_swapped(self) -> int:
@@ -138,11 +136,11 @@ class Scheduler:
         return self._groups[request_id].first
 
     def adapters(self) -> set[str]:
-        """Adapters of the requests that have not ended; empty string for the base model."""
+        """Adapters of the unfinished requests; empty string for the base model."""
         return {group.request.adapter for group in self._groups.values()}
 
     def running_adapters(self) -> set[str]:
-        """Adapters of the running sequences; likewise."""
+        """Adapters of the running sequences; empty string for the base model."""
         return {sequence.request.adapter for sequence in self.running}
 
     # --- Requests ---------------------------------------------------------------------------------------------------
@@ -151,9 +149,9 @@ class Scheduler:
         """Queue a request.
 
         Args:
-            prerequisites: called if the request is accepted; the request is queued once all that it returns are done.
+            prerequisites: called once the request is accepted. The request is queued when all that it returns are done.
 
-        Raises ``PenstockError``: ``invalid`` where it can never run, ``overloaded`` where the queue is full.
+        Raises ``PenstockError``: ``invalid`` if it can never run, ``overloaded`` if the queue is full.
         """
         request = self.admission.validate_and_clamp(request)
         if request.request_id in self._groups:
@@ -168,25 +166,25 @@ class Scheduler:
         return self._abort_all(self.admission.enqueue_prepared())
 
     def expire(self, now: float) -> list[TokenDelta]:
-        """End requests whose deadline has passed, or whose time in the queue is over, at monotonic time ``now``.
-        Returns their last deltas."""
+        """End requests whose deadline or ``max_queue_time`` has passed at monotonic time ``now``. Returns their last
+        deltas."""
         return self._abort_all(self.admission.overdue(now))
 
     def _abort_all(self, failures: Iterable[tuple[str, Failure]]) -> list[TokenDelta]:
         return [delta for request_id, failure in failures for delta in self.abort(request_id, failure)]
 
     def pause(self, request_id: str, paused: bool) -> None:
-        """Pause (True) or resume (False) a request: no tokens are generated while it is paused. A paused sequence keeps
-        its blocks unless preempted."""
+        """Pause (True) or resume (False) a request. A paused request generates no tokens; it keeps its blocks unless it
+        is preempted."""
         if group := self._groups.get(request_id):
             for sequence in group.sequences:
                 sequence.paused = paused
 
     def hold(self, owner: str, hold: Hold | None) -> None:
-        """Start no new sequences for now (``new``), or plan no steps at all (``all``), until ``owner`` asks for None.
+        """Hold new sequences (``new``) or all (``all``): they are not planned until the hold is removed (None).
 
         Args:
-            owner: who asks; several may.
+            owner: name of the hold; holds of several owners may be active.
         """
         self._planner.holds.pop(owner, None)
         if hold:
@@ -194,29 +192,28 @@ class Scheduler:
 
     @property
     def is_held(self) -> bool:
-        """Whether no steps are planned for now."""
+        """True if all sequences are held: no steps are planned."""
         return "all" in self._planner.holds.values()
 
     @property
     def has_started_sequences(self) -> bool:
-        """Whether any sequence that has not ended has had a step; those are left out whose clients do not read."""
+        """True if an unfinished sequence has had a step, except for paused ones, whose clients do not read."""
         return any(one.has_started and not one.paused for group in self._groups.values() for one in group.unfinished)
 
     def recompute_all(self) -> None:
-        """Preempt all sequences, which are computed again from their first tokens. To be called while no step is in
-        flight."""
+        """Preempt all sequences, to recompute them from their first tokens. Call this while no step is in flight."""
         self._preemption.recompute_all()
         self.admission.invalidate_free_capacity()
 
     def forget_kv(self) -> None:
-        """As ``recompute_all``, and forget what KV blocks contain, as the cache is about to be freed."""
+        """Preempt all sequences and invalidate the contents of all KV blocks, before the KV cache is freed."""
         self.recompute_all()
         self.kv.forget_contents()
         self.encoder_cache.clear()
 
     def set_weights(self, version: str) -> None:
-        """Empty the prefix cache, whose blocks were computed with other weights, and compute hashes with this version
-        of them from now on. To be called while no sequence has KV blocks."""
+        """Empty the prefix cache, and use a new version of the weights in its hashes. Call this while no sequence has
+        KV blocks."""
         for group in self._groups.values():
             for sequence in group.sequences:
                 sequence.block_hashes.clear()
@@ -226,9 +223,9 @@ class Scheduler:
         self.encoder_cache.clear()
 
     def abort(self, request_id: str, failure: Failure | None = None) -> list[TokenDelta]:
-        """End all sequences of a request: with ``failure`` where it is given, else as cancelled.
+        """End all sequences of a request, with ``failure``, or as cancelled without it.
 
-        Returns the last delta of each that had not ended. An unknown id is a request that has ended: it is ignored.
+        Returns the last delta of each unfinished sequence. An unknown id (a request that has ended) is ignored.
         """
         group = self._groups.get(request_id)
         if not group:
@@ -247,7 +244,7 @@ class Scheduler:
         ]
 
     def finish_sequence(self, request_id: str, index: int) -> None:
-        """End one sequence, in whose text the caller has found a stop string. No delta is returned for it."""
+        """End a sequence because its text contains a stop string. No delta is returned for it."""
         if group := self._groups.get(request_id):
             for sequence in group.unfinished:
                 if sequence.index == index:
@@ -255,7 +252,7 @@ class Scheduler:
                     self._remove_if_ended(request_id)
 
     def _end(self, sequence: Sequence) -> None:
-        """Take a sequence out of the queue or the batch. Its blocks are freed once no step in flight uses them."""
+        """Remove a sequence from the queue or the batch. Its blocks are freed once no step in flight uses them."""
         self.before_release(sequence)
         if sequence.state is State.RUNNING:
             self.running.remove(sequence)
@@ -272,7 +269,7 @@ class Scheduler:
             self._remove(request_id, failure)
 
     def _remove(self, request_id: str, failure: Failure | None = None) -> None:
-        """Drop a request, whose sequences have all ended, the last one with ``failure``."""
+        """Remove a request whose sequences have all ended, the last one with ``failure``."""
         group = self._groups.pop(request_id)
         self.builder.drop_beam_steps(request_id)
         self.admission.remove_request(group.first)
@@ -281,13 +278,13 @@ class Scheduler:
     # --- Steps ------------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Plan:
-        """Plan one step. The plan is empty where nothing can run before a step in flight is collected, or there is
-        nothing to run."""
+        """Plan one step. The plan is empty if there is nothing to run, or nothing until a step in flight is
+        collected."""
         self.admission.invalidate_free_capacity()
         return self._planner.plan(self.speculation)
 
     def fail(self, plan: Plan, failure: Failure) -> list[TokenDelta]:
-        """End all requests of a step that could not be sent or computed; returns their last deltas."""
+        """End all requests of a step that could not be sent or computed. Returns their last deltas."""
         self.encoder_cache.clear()
         for item in plan.scheduled:
             for sequence in {item.sequence, *item.sampling_sequences}:
@@ -303,7 +300,7 @@ class Scheduler:
         return deltas
 
     def update(self, plan: Plan, output: StepOutput) -> list[TokenDelta]:
-        """Process the output of the oldest step in flight. Returns a delta for each sequence that got something."""
+        """Process the output of the oldest step in flight. Returns a delta for each sequence with new output."""
         self.admission.invalidate_free_capacity()
         self._preemption.confirm_swaps(plan)
         if self.kv.offloading and (plan.stores or plan.loads):
@@ -313,7 +310,7 @@ class Scheduler:
         for i, item in enumerate(plan.scheduled):
             first, end = item.sequence, item.start + item.length
             sampled = [next(outputs) for _ in item.sampling_sequences]
-            if first.num_draft_tokens and sampled:  # all sampled tokens but the last are accepted drafts
+            if first.num_draft_tokens and sampled:  # all but the last sampled token are accepted drafts
                 accepted = sampled[0].token_ids[:-1]
                 end += len(accepted)
                 first.num_scheduled, first.num_draft_tokens = end, 0
@@ -342,11 +339,10 @@ class Scheduler:
         return deltas
 
     def _set_computed(self, sequence: Sequence, start: int, end: int, accepted: list[int] | None = None) -> None:
-        """Record that a step has computed tokens ``start`` to ``end`` of a sequence, and cache the blocks that they
-        have filled.
+        """Record that a step has computed tokens ``start`` to ``end`` of a sequence, and cache its full blocks.
 
         Args:
-            accepted: draft tokens that were accepted: the last of the computed tokens, not yet appended.
+            accepted: accepted draft tokens: the last of the computed tokens, which are not appended yet.
         """
         sequence.inflight_steps -= 1
         if sequence.state is State.FINISHED:
@@ -356,7 +352,7 @@ class Scheduler:
         self.kv.cache_full_blocks(sequence, start, end, accepted or [])
 
     def _append(self, sequence: Sequence, sampled: SampledTokens) -> list[TokenDelta]:
-        """Append sampled tokens. An error of a grammar's backend fails this sequence alone."""
+        """Append sampled tokens. An exception (of a grammar backend) ends only this sequence."""
         try:
             delta = append_tokens(sequence, sampled)
         except Exception:
@@ -366,15 +362,15 @@ class Scheduler:
         return self._finish_if_done(sequence, delta)
 
     def _finish_if_done(self, sequence: Sequence, delta: TokenDelta | None) -> list[TokenDelta]:
-        """End the sequence where ``delta`` is its last; returns the delta, if there is one."""
+        """End the sequence if ``delta`` is its last. Returns the delta, if there is one."""
         if delta and delta.finished:
             self._end(sequence)
             self._remove_if_ended(sequence.request.request_id, delta.failure)
         return [delta] if delta else []
 
     def _add_candidates(self, beam: Sequence, sampled: SampledTokens) -> list[TokenDelta]:
-        """Pass a beam's candidates to its search. Once all beams have theirs, the search selects the next beams, or
-        ends. Returns its deltas when it has ended."""
+        """Add a beam's candidates to its search. Once all beams have theirs, the search selects the next beams, or
+        ends. Returns the deltas when it has ended."""
         request_id = beam.request.request_id
         if sampled.failure:
             return self.abort(request_id, sampled.failure)

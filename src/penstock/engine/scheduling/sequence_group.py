@@ -14,18 +14,18 @@ class SequenceGroup:
     The first one computes the prompt. The others are forked from it in the step that samples its first token.
 
     Args:
-        first: the request's first sequence. With ``use_beam_search``, its ``num_candidates`` is set.
+        first: the request's first sequence. With ``use_beam_search``, sets its ``num_candidates``.
     """
 
     def __init__(self, first: Sequence) -> None:
         self.request = first.request
         self.sequences = [first]
         self.search: BeamSearch | None = None
-        """The beam search over them; None where they sample."""
+        """The beam search over the sequences; None if they sample."""
         self.preempted: set[int] = set()
-        """Indices of those that were preempted at least once."""
+        """Indices of sequences that were preempted at least once."""
         self.preempted_at: list[float] = []
-        """Of a traced request, when sequences were preempted, seconds on the monotonic clock."""
+        """Times of preemptions, seconds on the monotonic clock; only for traced requests."""
         self._first_guide: Guide | None = None
         if self.request.sampling.use_beam_search:
             self.search = BeamSearch(first)
@@ -40,8 +40,8 @@ class SequenceGroup:
         return [sequence for sequence in self.sequences if sequence.state is not State.FINISHED]
 
     def fork(self, kv: KVCacheManager) -> list[Sequence]:
-        """Fork the sequences that do not exist yet from the first, over its blocks. Returns them, not running yet; none
-        where all exist."""
+        """Fork the remaining sequences from the first. They share its blocks. Returns them, not running yet; empty if
+        all exist."""
         first, siblings = self.first, list[Sequence]()
         if not first.num_unforked:
             return siblings
@@ -55,8 +55,8 @@ class SequenceGroup:
         return siblings
 
     def reorder_beams(self, beam_steps: list[BeamStep], kv: KVCacheManager) -> list[int]:
-        """Let beam ``i`` continue from the parent, and with the token, of ``beam_steps[i]``. Returns the workers'
-        update, as in ``RowUpdates.beam_steps``."""
+        """Continue each beam ``i`` from the parent and with the token of ``beam_steps[i]``. Returns the workers' update
+        (``RowUpdates.beam_steps``)."""
         rows = [beam.row for beam in self.sequences]
         kv.reorder_beams(self.sequences, [step.parent for step in beam_steps], [step.token for step in beam_steps])
         updates: list[int] = []
@@ -66,10 +66,10 @@ class SequenceGroup:
         return updates
 
     def restart_search(self, block_size: int) -> None:
-        """Restart a preempted beam search from the prompt, with the first sequence alone. The caller has ended the
+        """Restart a preempted beam search from the prompt, with only the first sequence. The caller has ended the
         others.
 
-        Beams that were swapped or recomputed one by one would no longer share blocks, and might not fit together.
+        If beams were swapped or recomputed one by one, they would no longer share blocks, and might not fit together.
         """
         first = self.first
         if len(self.sequences) > 1:

@@ -1,4 +1,4 @@
-"""The scheduler's state, which admission, preemption and planning share."""
+"""State of the scheduler, shared by admission, preemption and planning."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .waiting import WaitingQueue
 
 @dataclass(frozen=True, slots=True)
 class SchedulerState:
-    """Sequences that have not ended, and what they take of the workers."""
+    """Unfinished sequences, and the resources that they use."""
 
     options: SchedulerOptions
     device_pool: BlockPool
@@ -26,7 +26,7 @@ class SchedulerState:
     waiting: WaitingQueue
     running: RunningBatch
     groups: dict[str, SequenceGroup]
-    """Sequences of each request that has not ended, by its id."""
+    """Sequences of each unfinished request, by request id."""
     encoder_cache: EncoderCache
     builder: StepBuilder
     """Builds the workers' messages from plans."""

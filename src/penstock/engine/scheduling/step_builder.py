@@ -1,4 +1,4 @@
-"""The step builder: makes the workers' message (``StepInput``) from a plan."""
+"""The step builder: converts a plan to the workers' message (``StepInput``)."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from .encoder_cache import EncoderCache
 
 
 class StepBuilder:
-    """Builds the workers' messages from plans. A message has only what the workers do not know yet:
-    ``Sequence.sent_blocks`` and ``Sequence.resend_from`` say how much of a sequence was sent.
+    """Builds the workers' messages from plans. A message contains only what the workers do not know yet, as recorded in
+    ``Sequence.sent_blocks`` and ``Sequence.resend_from``.
 
     Args:
-        send_sampled: whether a sampled token is sent with the step that computes it. Workers of pipeline stages before
-            the last do not sample, so they need this.
-        encoder_cache: what the workers encode and drop.
+        send_sampled: send a sampled token again with the step that computes it. Needed by pipeline stages before the
+            last, which do not sample.
+        encoder_cache: source of the images to encode and to drop.
     """
 
     def __init__(self, send_sampled: bool, encoder_cache: EncoderCache) -> None:
         self._encoder_cache = encoder_cache
         self.lora_slots = {"": -1}
-        """LoRA slot by adapter (``EngineRequest.adapter``); -1 for the base model. ``LoRAManager`` changes it."""
+        """LoRA slots by adapter (``EngineRequest.adapter``); -1 for the base model. Updated by ``LoRAManager``."""
         self._send_sampled = send_sampled
         self._beam_steps: dict[str, list[int]] = {}
 
     def add_beam_steps(self, request_id: str, beam_steps: list[int]) -> None:
-        """Send ``beam_steps`` (as in ``RowUpdates.beam_steps``) with the next step that computes a beam of this
-        request. If that step fails, so does the request: the workers never compute beams without them."""
+        """Send ``beam_steps`` (``RowUpdates.beam_steps``) with the next step that computes a beam of this request. If
+        that step fails, the request fails, so the workers never compute beams without these updates."""
         self._beam_steps[request_id] = beam_steps
 
     def drop_beam_steps(self, request_id: str) -> None:
-        """Do not send the beam steps of a request: its beams have ended, or start again in other rows."""
+        """Drop the beam steps of a request, whose beams have ended or restart in other rows."""
         self._beam_steps.pop(request_id, None)
 
     def build(self, plan: Plan) -> StepInput:
-        """Build the message of a plan, without drafts (``add_drafts``), and record its contents as sent: build each
-        plan once, and send the messages in this order."""
+        """Build the message of a plan, without drafts (``add_drafts``), and record its contents as sent. Build each
+        plan once, and send the messages in the same order."""
         if not plan.scheduled:
             return StepInput(self._updates(plan, (), ()), EMPTY, EMPTY, EMPTY, EMPTY.astype(bool))
         sequences, starts, lengths, sampling, *_ = zip(*plan.scheduled, strict=True)
@@ -128,8 +128,8 @@ class StepBuilder:
 
 
 def add_drafts(step: StepInput, plan: Plan) -> None:
-    """Add the draft tokens of a plan to its message. Separate from ``StepBuilder.build``, since the workers may draft
-    them after it."""
+    """Add the draft tokens of a plan to its message. Separate from ``StepBuilder.build``, after which the workers may
+    draft the tokens."""
     drafts = [item.draft for item in plan.scheduled]
     if any(drafts):
         step.drafts = _array([len(draft) for draft in drafts])
@@ -149,17 +149,17 @@ def _pairs(pairs: Iterable[tuple[int, int]]) -> np.ndarray:
 
 
 def _array(values: list[int] | tuple[int, ...]) -> np.ndarray:
-    """``values`` as int32; ``struct`` takes half the time of ``np.array``."""
+    """Convert ``values`` to int32; ``struct`` takes half the time of ``np.array``."""
     return np.frombuffer(struct.pack(f"{len(values)}i", *values), np.int32) if values else EMPTY
 
 
 def probe_step(row: int, block: int, needs_sample: bool) -> StepInput:
-    """A step of one token in a row of its own, to test whether the workers can still compute.
+    """Step of one token in an unused row, to test whether the workers can still compute.
 
     Args:
-        row: a row that no sequence uses.
-        block: a KV block that no sequence uses.
-        needs_sample: whether the step samples a token.
+        row: an unused row.
+        block: an unused KV block.
+        needs_sample: sample a token in the step.
     """
     sampling = SamplingParams(max_tokens=1, temperature=0)
     new = NewRow(row, np.zeros(1, np.int32), 1, 0, sampling, (), 0, 0)

@@ -15,12 +15,12 @@ ScheduleKey = tuple[int, int, int]
 class WaitingQueue:
     """Waiting sequences, sorted by ``schedule_key``.
 
-    Long prompts are in a list of their own, so that ``peek`` can skip them without a search. ``push`` and ``remove``
-    take a binary search and move the list's tail.
+    Long sequences are in a separate list, so that ``peek`` can skip them without a search. ``push`` and ``remove`` take
+    a binary search, and move the tail of a list.
 
     Args:
-        by_priority: whether to sort by priority before arrival (``scheduling_policy``).
-        long_threshold: a sequence with more tokens than this left to compute is long; with 0 none is.
+        by_priority: sort by priority before arrival (``scheduling_policy``).
+        long_threshold: a sequence with more uncomputed tokens than this is long; 0: none is.
     """
 
     def __init__(self, by_priority: bool, long_threshold: int = 0) -> None:
@@ -33,27 +33,27 @@ class WaitingQueue:
         return len(self._short) + len(self._long)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """The short ones in order, then the long ones."""
+        """Iterate over the short sequences in order, then the long ones."""
         return chain(self._short, self._long)
 
     def schedule_key(self, sequence: Sequence) -> ScheduleKey:
-        """The sort key of a sequence; the lowest is scheduled first. No two are equal."""
+        """Sort key of a sequence; the lowest is scheduled first. Keys are unique."""
         priority = sequence.request.priority if self._by_priority else 0
         return priority, sequence.arrival_order, sequence.index
 
     def is_long(self, sequence: Sequence) -> bool:
-        """Whether the sequence has more than ``long_threshold`` tokens left to compute."""
+        """True if the sequence has more than ``long_threshold`` uncomputed tokens."""
         return 0 < self._long_threshold < len(sequence.tokens) - sequence.num_computed
 
     def push(self, sequence: Sequence) -> None:
-        """Add a sequence."""
         insort(self._list_of(sequence), sequence, key=self.schedule_key)
 
     def peek(self, include_long: bool, started: bool = False) -> Sequence | None:
-        """The first sequence in order, among the short ones alone without ``include_long``; None if there is none.
+        """The first sequence in scheduling order; None if there is none.
 
         Args:
-            started: look among those alone that have run before and were preempted.
+            include_long: consider long sequences, too.
+            started: consider only sequences that have run before and were preempted.
         """
         queues: tuple[list[Sequence], ...] = (self._short, self._long) if include_long else (self._short,)
         if started:

@@ -1,1 +1,1 @@
-"""Sequences, the plan of a step, pooling, and beam search."""
+"""Sequences, the plan of a step, M-RoPE positions, pooling, and beam search."""

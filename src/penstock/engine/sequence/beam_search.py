@@ -1,7 +1,7 @@
-"""Beam search: the likeliest sequences, found by extending the best beams at each step.
+"""Beam search: finds the most likely sequences by extending the best beams in each step.
 
-The rules are those of transformers' ``generate`` with ``num_beams``, so that both find the same: which candidates are
-considered, when a search ends, and that a sequence's log probability is divided by a power of its length.
+The rules are those of transformers' ``generate`` with ``num_beams``, so that both find the same sequences: which
+candidates are considered, when a search ends, and that log probabilities are divided by a power of the length.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from ..step import NO_TOKEN_ALLOWED, Candidates
 from .sequence import Sequence
 
 Logprobs = tuple["Logprobs", Logprob] | None
-"""Logprobs of a beam's tokens, as a linked list from the last one back, since beams share beginnings."""
+"""Logprobs of a beam's tokens, as a linked list from the last token back, since beams share prefixes."""
 DUPLICATE_LOGPROB = np.float32(-1e9)
-"""Log probability of a beam that duplicates another, so that its candidates rank last: of all beams but one before the
-first step, and of copies that fill up the beams where too few can be extended."""
+"""Log probability of a duplicate beam, so that its candidates rank last. Duplicates are all beams but one before the
+first step, and copies that fill up the beams if too few can be extended."""
 
 
 class BeamStep(NamedTuple):
-    """The next step of a beam: which beam it continues, and with which token."""
+    """Next step of a beam: the beam that it continues, and the token that it appends."""
 
     parent: int
     """Index of the beam that it continues."""
     token: int
-    """The token appended to the parent's."""
+    """Token appended to the parent's tokens."""
     guide: Guide | None
     """State of the grammar after ``token``."""
     logprobs: Logprobs
@@ -39,22 +39,22 @@ class Hypothesis(NamedTuple):
     """A finished sequence."""
 
     score: np.float32
-    """``logprob`` divided by the power ``length_penalty`` of the length; higher is better."""
+    """``logprob / length ** length_penalty``; higher is better."""
     logprob: float
-    """Sum over its tokens."""
+    """Sum of the log probabilities of its tokens."""
     token_ids: list[int]
-    """The output."""
+    """Output tokens."""
     logprobs: Logprobs
     stopped: bool
-    """Whether a stop token or its grammar ended it; otherwise ``max_tokens`` did."""
+    """True if a stop token or the grammar ended it, False if ``max_tokens`` did."""
     stop_token: int | None
 
 
 class BeamSearch:
-    """The search of one request.
+    """The beam search of one request.
 
-    In each step every beam returns its candidates (``add_candidates``). Once all have (``ready``), ``select`` chooses
-    the next beams among them.
+    In each step, each beam gets its candidates (``add_candidates``). Once all beams have theirs (``ready``), ``select``
+    chooses the next beams.
 
     Args:
         first: the request's first sequence.
@@ -66,7 +66,7 @@ class BeamSearch:
         self._length_penalty = sampling.length_penalty
         self._early_stopping = sampling.early_stopping
         self.num_candidates = max(2, 1 + len(first.stop_token_ids)) * self._num_beams
-        """Number of candidates of each beam: enough to extend all beams when the best candidates are stop tokens."""
+        """Number of candidates per beam: enough to extend all beams if the best candidates are stop tokens."""
         self._beam_logprobs = [np.float32(0), *[DUPLICATE_LOGPROB] * (self._num_beams - 1)]
         self._token_logprobs: list[Logprobs] = [None] * self._num_beams
         self._candidates: dict[int, Candidates] = {}
@@ -74,17 +74,16 @@ class BeamSearch:
         """The best finished sequences, at most one per beam, the best first."""
 
     def add_candidates(self, beam: int, candidates: Candidates) -> None:
-        """Add the likeliest next tokens of beam number ``beam``."""
+        """Add the most likely next tokens of beam number ``beam``."""
         self._candidates[beam] = candidates
 
     @property
     def ready(self) -> bool:
-        """Whether all beams have their candidates."""
+        """True if all beams have their candidates."""
         return len(self._candidates) == self._num_beams
 
     def select(self, beams: list[Sequence]) -> list[BeamStep] | None:
-        """Select the next beams, the best first; to be called when ``ready``. Returns None where the search has
-        ended."""
+        """Select the next beams, the best first. Call this when ``ready``. Returns None if the search has ended."""
         first = beams[0]
         length = first.num_output_tokens + 1
         full = len(first.tokens) + 1 >= first.max_len
@@ -110,8 +109,8 @@ class BeamSearch:
                 tokens, stop_token = [*beams[parent].tokens[first.prompt_length :], token], token if stops else None
                 finished.append(Hypothesis(score, float(beam_logprob), tokens, logprobs, stops or complete, stop_token))
         if not (self._early_stopping is True and len(self._hypotheses) == self._num_beams):
-            every = sorted((*self._hypotheses, *finished), key=lambda hypothesis: -hypothesis.score)
-            self._hypotheses = every[: self._num_beams]
+            hypotheses = sorted((*self._hypotheses, *finished), key=lambda hypothesis: -hypothesis.score)
+            self._hypotheses = hypotheses[: self._num_beams]
         if not extended or self._ends(extended[0][0], length, first.max_len - first.prompt_length):
             return None
         extended = extended[: self._num_beams]
@@ -119,24 +118,24 @@ class BeamSearch:
         self._beam_logprobs = [logprob for logprob, _ in extended]
         steps = [step for _, step in extended]
         self._token_logprobs = [step.logprobs for step in steps]
-        return [  # a guide for each beam: duplicates get copies
+        return [  # duplicates get copies of the guide
             step if at == steps.index(step) or not step.guide else step._replace(guide=step.guide.copy())
             for at, step in enumerate(steps)
         ]
 
     def _best_candidates(self) -> list[tuple[np.float32, int, int, np.float32, int]]:
-        """The ``num_candidates`` best candidates of all beams, the best first; of equals lower beam and token first.
+        """The ``num_candidates`` best candidates of all beams, the best first; ties by lower beam, then lower token.
 
-        Returns for each the log probability of the whole beam with it, the index of its beam, its token id, its own log
-        probability, and its rank in its beam, from 1 on.
+        Returns for each candidate: log probability of the beam extended by it, index of its beam, token id, log
+        probability of the token, and rank in its beam, starting at 1.
         """
-        every = self._candidates
-        counts = [len(own.token_ids) for own in every.values()]
-        beam_logprobs = np.concatenate([self._beam_logprobs[beam] + own.logprobs for beam, own in every.items()])
-        logprobs = np.concatenate([own.logprobs for own in every.values()])
+        by_beam = self._candidates
+        counts = [len(each.token_ids) for each in by_beam.values()]
+        beam_logprobs = np.concatenate([self._beam_logprobs[beam] + each.logprobs for beam, each in by_beam.items()])
+        logprobs = np.concatenate([each.logprobs for each in by_beam.values()])
         ranks = np.concatenate([1 + np.arange(count) for count in counts])
-        parents = np.repeat(list(every), counts)
-        tokens = np.concatenate([own.token_ids for own in every.values()])
+        parents = np.repeat(list(by_beam), counts)
+        tokens = np.concatenate([each.token_ids for each in by_beam.values()])
         best = np.lexsort((tokens, parents, -beam_logprobs))[: self.num_candidates]
         columns = (
             beam_logprobs[best],
@@ -148,17 +147,17 @@ class BeamSearch:
         return list(zip(*columns, strict=True))
 
     def deltas(self, beams: list[Sequence]) -> list[TokenDelta]:
-        """One delta for each sequence to return, the best first; to be called when the search has ended.
+        """Create one delta per sequence to return, the best first. Call this when the search has ended.
 
-        With fewer hypotheses than ``n`` the last one is repeated. With none, no token was allowed, and all deltas have
-        that failure.
+        With fewer hypotheses than ``n``, the last one is repeated. Without any, no token was allowed, and all deltas
+        have a failure.
 
         Args:
             beams: the request's sequences.
         """
         first = beams[0]
         sampling, request_id = first.request.sampling, first.request.request_id
-        allocated = sum(beam.allocated_blocks for beam in beams)  # of the whole search
+        allocated = sum(beam.allocated_blocks for beam in beams)
         perf = PerfMetrics(first.first_scheduled, allocated, 0, 0) if sampling.return_perf_metrics else None
         count = sampling.num_returned
         if not self._hypotheses:
@@ -173,7 +172,7 @@ class BeamSearch:
                 request_id=request_id,
                 sequence=index,
                 token_ids=list(hypothesis.token_ids),
-                logprobs=None if sampling.logprobs is None else _listed(hypothesis.logprobs),
+                logprobs=None if sampling.logprobs is None else _to_list(hypothesis.logprobs),
                 cumulative_logprob=hypothesis.logprob,
                 prompt_logprobs=first.prompt_logprobs if index == 0 else None,
                 context_logits=b"".join(first.context_logits) if first.context_logits and index == 0 else None,
@@ -187,11 +186,11 @@ class BeamSearch:
         ]
 
     def _ends(self, best: np.float32, length: int, max_len: int) -> bool:
-        """Whether the search ends by the rule of ``early_stopping``.
+        """True if the search ends according to ``early_stopping``.
 
         Args:
             best: log probability of the best beam.
-            length: number of output tokens of each beam.
+            length: number of output tokens per beam.
             max_len: maximum number of output tokens.
         """
         if len(self._hypotheses) < self._num_beams:
@@ -202,8 +201,8 @@ class BeamSearch:
         return bool(best / possible**self._length_penalty <= self._hypotheses[-1].score)
 
 
-def _listed(logprobs: Logprobs) -> list[list[Logprob]]:
-    """Logprobs as ``TokenDelta.logprobs`` has them: for each token a list, here of its own logprob only."""
+def _to_list(logprobs: Logprobs) -> list[list[Logprob]]:
+    """Convert logprobs to the form of ``TokenDelta.logprobs``, without top logprobs."""
     listed: list[list[Logprob]] = []
     while logprobs:
         logprobs, last = logprobs

@@ -1,4 +1,4 @@
-"""Positions in time, height and width of a prompt with images or videos (M-RoPE; Qwen2-VL, Wang et al., 2024)."""
+"""M-RoPE positions (time, height, width) of a prompt with images or videos (Qwen2-VL, Wang et al., 2024)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from penstock.core.multimodal import ImageInput
 def mrope_positions(num_tokens: int, images: Sequence[ImageInput]) -> np.ndarray:
     """Positions of a prompt's tokens, ``[3, num_tokens]`` int32: time, height and width.
 
-    Text counts on in all three at once. A feature of an image has the image's position, plus its row in height and its
-    column in width; those of a video also have its time since the video's start. Text behind goes on after the largest
-    of all.
+    Text tokens have three equal, consecutive positions. Image tokens have the position at which the image starts, plus
+    their row (height) and column (width); those of a video frame also add its time since the video's start. The text
+    that follows continues after the largest position so far.
     """
     parts: list[np.ndarray] = []
     token = position = origin = 0
@@ -34,7 +34,7 @@ def mrope_positions(num_tokens: int, images: Sequence[ImageInput]) -> np.ndarray
 
 
 def next_position(num_tokens: int, images: Sequence[ImageInput]) -> int:
-    """The position of the token behind a prompt, which may be more than its length where it has videos."""
+    """Position of the token after a prompt. Can exceed the prompt's length if it contains videos."""
     token = position = origin = 0
     for image in images:
         position += image.offset - token

@@ -1,4 +1,4 @@
-"""Plans: what the scheduler decides for one step."""
+"""Plan of a step, as decided by the scheduler."""
 
 from __future__ import annotations
 
@@ -9,44 +9,44 @@ from .sequence import Sequence
 
 
 class ScheduledSequence(NamedTuple):
-    """A sequence in a step, which computes its tokens ``start`` to ``start + length``."""
+    """A sequence in a step. The step computes its tokens ``start`` to ``start + length``."""
 
     sequence: Sequence
     start: int
     length: int
     sampling_sequences: tuple[Sequence, ...]
-    """Sequences that sample the token at ``start + length``: empty in the middle of a prompt; ``sequence`` otherwise,
+    """Sequences that sample the token at ``start + length``: none in the middle of a prompt; otherwise ``sequence``,
     and in a request's first sampling step also those forked from it."""
     draft: list[int]
-    """Draft token ids that follow these tokens, verified in the same step."""
+    """Draft token ids that follow these tokens and are verified in the same step."""
     parents: list[int]
-    """Of a tree of draft tokens in depth-first order: index of the one before each, -1 for these tokens' last; empty
-    where each follows the one before it."""
+    """Index of each draft token's parent in ``draft``, -1 for the last token before the draft. A tree is in depth-first
+    order. Empty for a chain."""
 
 
 class OffloadedBlock(NamedTuple):
-    """A cached block on its way between the KV cache and the host tier."""
+    """A cached block that is copied between the KV cache and the host tier."""
 
     block: int
-    """Of the KV cache."""
+    """Block of the KV cache."""
     slot: int
-    """Of the host tier."""
+    """Slot of the host tier."""
     block_hash: bytes
 
 
 @dataclass(slots=True)
 class Plan:
-    """One step. Blocks are moved before anything is computed: stored, swapped out, swapped in, copied, then
-    loaded."""
+    """Plan of one step. Blocks are moved before anything is computed, in this order: stored, swapped out, swapped in,
+    copied, loaded."""
 
     num_running: int = 0
     """Number of running sequences when the step was planned."""
     drafting: bool = False
-    """Whether drafts were allowed in the step (``Speculation.should_draft``)."""
+    """True if the step may use drafts (``Speculation.should_draft``)."""
     stores: list[OffloadedBlock] = field(default_factory=list)
-    """Copies to the host tier of the prefix cache."""
+    """Copies from the KV cache to the host tier of the prefix cache."""
     loads: list[OffloadedBlock] = field(default_factory=list)
-    """Copies from it."""
+    """Copies from the host tier of the prefix cache to the KV cache."""
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     """(device block, host block)."""
     swapped: list[Sequence] = field(default_factory=list)
@@ -54,10 +54,10 @@ class Plan:
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     """(host block, device block)."""
     copies: list[tuple[int, int]] = field(default_factory=list)
-    """(source, target), both device blocks: copies on write, of shared blocks that are written next."""
+    """(source, target) device blocks of copies on write."""
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     encoder_tokens: int = 0
-    """Patches of the images that are encoded before the step, of which its duration depends, too."""
+    """Number of image patches and audio positions to encode before the step, which add to its duration."""
 
     @property
     def tokens(self) -> int:

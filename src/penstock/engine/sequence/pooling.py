@@ -1,4 +1,4 @@
-"""Pooling: a prompt's hidden states become its embedding, or the outputs of a classifier."""
+"""Pooling of a prompt's hidden states to an embedding, or to the outputs of a classifier."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from penstock.core import PoolingParams
 from ..step import sum_states
 
 MIN_NORM = 1e-12
-"""Lower bound of the norm that an embedding is divided by."""
+"""Lower bound of the norm by which an embedding is divided."""
 
 
 class PoolingState:
     """Pools the hidden states of one prompt as they are computed. They are summed token by token, so that the result
     does not depend on the chunks of a chunked prefill.
 
-    With a head, workers pool, and the state gets the head's output.
+    With a head, the workers pool, and this class gets the head's output.
     """
 
     def __init__(self, params: PoolingParams) -> None:
@@ -28,17 +28,17 @@ class PoolingState:
 
     @property
     def needs_all_hidden_states(self) -> bool:
-        """Whether hidden states of other tokens than the last one are pooled, so that all have to be computed."""
+        """True if hidden states other than the last token's are pooled, so that all have to be computed."""
         return self.pooling_type != "last"
 
     def reset(self) -> None:
-        """Reset what was pooled, since the prompt is recomputed."""
+        """Discard the pooled states, before the prompt is recomputed."""
         self._sum: np.ndarray | float = 0.0
         self._count = 0
         self._states: list[np.ndarray] = []
 
     def add(self, states: np.ndarray) -> None:
-        """Add the next tokens' hidden states, ``[tokens, hidden]`` float32."""
+        """Add the hidden states of the next tokens, ``[tokens, hidden]`` float32."""
         if self.pooling_type == "all":
             self._states.append(states)
         else:
@@ -46,7 +46,7 @@ class PoolingState:
         self._count += len(states)
 
     def embedding(self) -> bytes:
-        """The vector, or with ``all`` the vector of each token, float32; to be called when all states are added."""
+        """Embedding, or with ``all`` the vector of each token, as float32 bytes. Call after all states are added."""
         if self.pooling_type == "all":
             vectors = np.concatenate(self._states).astype(np.float64)
         else:
@@ -55,7 +55,7 @@ class PoolingState:
 
     def _finish(self, vectors: np.ndarray) -> np.ndarray:
         params = self._params
-        if params.token_ids:  # the second one's logit against the first one's
+        if params.token_ids:  # difference of the two logits
             vectors = vectors[:, 1:] - vectors[:, :1]
         if params.head == "classifier" or params.token_ids:
             return vectors if params.use_activation is False else activate(vectors, params.activation or "none")
@@ -67,7 +67,7 @@ class PoolingState:
 
 
 def activate(logits: np.ndarray, activation: Literal["none", "sigmoid", "softmax"]) -> np.ndarray:
-    """Probabilities of a classifier's outputs ``[rows, labels]``."""
+    """Apply an activation to a classifier's logits ``[rows, labels]``."""
     if activation == "sigmoid":
         return np.asarray(0.5 * (1 + np.tanh(0.5 * logits)))
     if activation == "softmax":

@@ -1,4 +1,4 @@
-"""Sequences: tokens, how many of them are computed, and the KV blocks that hold their keys and values."""
+"""Sequences: their tokens, the number of computed tokens, and the KV blocks."""
 
 from __future__ import annotations
 
@@ -14,29 +14,28 @@ from .pooling import PoolingState
 
 class State(Enum):
     WAITING = auto()  # in the queue: new, or to be recomputed after preemption
-    SWAPPED = auto()  # in the queue, its blocks in host memory
+    SWAPPED = auto()  # in the queue, with its blocks in host memory
     RUNNING = auto()
     FINISHED = auto()
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """One of a request's sequences.
+    """A sequence of a request.
 
-    Always ``num_computed <= num_scheduled <= len(tokens) + num_pending``: keys and values of ``num_computed`` tokens
-    are in the blocks; ``num_scheduled`` also counts the tokens that the ``inflight_steps`` steps in flight compute.
-    These steps sample ``num_pending`` tokens. Only while ``num_draft_tokens`` are being verified, ``num_scheduled``
-    counts these, too.
-
+    Invariant: ``num_computed <= num_scheduled <= len(tokens) + num_pending``. The blocks contain the KV of
+    ``num_computed`` tokens. ``num_scheduled`` also counts the tokens that the ``inflight_steps`` steps in flight
+    compute; these steps sample ``num_pending`` tokens. While ``num_draft_tokens`` draft tokens are being verified,
+    ``num_scheduled`` also counts these, and may exceed the bound.
     """
 
     request: EngineRequest
     index: int
-    """Index of the sequence in its request; all but the first, 0, are created by ``fork``."""
+    """Index of the sequence in its request. Sequence 0 is the first; the others are created by ``fork``."""
     seed: int
-    """Seed of its random numbers; seed, position and index determine the number for each token."""
+    """Random seed; seed, index and position determine the random number of each token."""
     arrival_order: int
-    """Number of requests that arrived before the sequence's."""
+    """Number of requests that arrived before its request."""
     stop_token_ids: frozenset[int] = field(init=False)
     """Tokens that end the sequence."""
     prompt_length: int = field(init=False)
@@ -45,68 +44,68 @@ class Sequence:
     state: State = State.WAITING
     tokens: list[int] = field(init=False)
     num_unforked: int = field(init=False)
-    """Number of sequences that are still to be forked from it."""
+    """Number of sequences still to be forked from it."""
     num_computed: int = 0
     num_scheduled: int = 0
     num_pending: int = 0
     inflight_steps: int = 0
     num_draft_tokens: int = 0
     paused: bool = False
-    """Whether it generates no tokens for now (``Scheduler.pause``)."""
+    """True while the sequence is paused (``Scheduler.pause``)."""
     draft_len: int | None = None
-    """Number of tokens to draft at a time; None before the first draft."""
+    """Number of tokens to draft; None before the first draft."""
     ngrams: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """n-gram of the output → position after its last occurrence (``NGramDrafter``)."""
+    """Position after the last occurrence of each n-gram of the output (``NGramDrafter``)."""
     ngrams_end: int = field(init=False)
     """Number of leading tokens whose n-grams are in ``prompt_ngrams`` and ``ngrams``."""
     prompt_ngrams: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """n-gram of the prompt → position after its last occurrence; shared by all siblings."""
+    """Position after the last occurrence of each n-gram of the prompt; shared by all sequences of the request."""
     blocks: list[int] = field(default_factory=list)
     """KV blocks on the device, in the order of the tokens."""
     host_blocks: list[int] = field(default_factory=list)
-    """Blocks in the host tier, while it is swapped."""
+    """Blocks in host memory, while the sequence is swapped."""
     swapping_out: bool = False
-    """Whether the step that copies its blocks to the host tier is in flight: they cannot be swapped in yet."""
+    """True while the step that swaps its blocks out is in flight: they cannot be swapped in yet."""
     reserved: int = 0
     """Number of free blocks reserved for it beyond ``blocks`` (``guaranteed_no_evict``)."""
     row: int = -1
-    """Its row in the workers' batch; -1 for none."""
+    """Row in the workers' batch; -1 without a row."""
     sent_blocks: int = -1
-    """Number of leading ``blocks`` that the workers know; -1 where they do not know the sequence."""
+    """Number of leading ``blocks`` that the workers know; -1 if they do not know the sequence."""
     resend_from: int | None = None
-    """Position from which the workers have to be sent the tokens again, as they have other tokens or none there; None
-    where they have the right ones."""
+    """Position from which the tokens have to be sent to the workers, which have missing or outdated tokens there; None
+    if they are up to date."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Prefix cache hashes of its leading full blocks (``kv.block_hash.extend_block_hashes``)."""
     num_cached_tokens: int | None = None
-    """Number of prompt tokens found in the prefix cache at the first start; None before it has run."""
+    """Number of prompt tokens found in the prefix cache at its first step; None before it."""
     num_imported: int | None = None
-    """Number of prompt tokens that this engine or a prefill engine had in its prefix cache, where the prompt came from
-    there; else None."""
+    """Number of prompt tokens that this engine or the prefill engine had in its prefix cache, if the prompt's KV was
+    imported; else None."""
     arrived: float = field(default_factory=time.monotonic)
     """Time of arrival, seconds on the monotonic clock."""
     queued: float = 0.0
-    """Seconds from arrival to the first step; 0 once a delta has them."""
+    """Seconds from arrival to the first step; 0 once a delta has reported it."""
     first_scheduled: float = 0.0
-    """Time of its first step, seconds on the monotonic clock."""
+    """Time of its first step, seconds on the monotonic clock; 0 before it."""
     first_token: float = 0.0
-    """Time of its first token, likewise; 0 before it."""
+    """Time of its first token, seconds on the monotonic clock; 0 before it."""
     allocated_blocks: int = 0
-    """Number of KV blocks allocated for it so far."""
+    """Number of KV blocks allocated so far."""
     draft_tokens: int = 0
-    """Number of tokens drafted for it so far."""
+    """Number of draft tokens so far."""
     accepted_tokens: int = 0
-    """Number of these that were accepted."""
+    """Number of accepted draft tokens so far."""
     num_candidates: int = 0
-    """For a beam: number of likeliest next tokens that its search considers. 0 for a sequence that samples."""
+    """Number of candidate next tokens for a beam; 0 without beam search."""
     guide: Guide | None = None
-    """State of its grammar and its reasoning limit; None where there is neither."""
+    """State of its grammar and reasoning limit; None without either."""
     pooling_state: PoolingState | None = field(init=False)
-    """For an embedding request: the hidden states pooled so far."""
+    """Hidden states pooled so far; None unless it is an embedding request."""
     prompt_logprobs: list[list[Logprob]] | None = field(init=False)
-    """Logprobs of the prompt's tokens so far; None where none are returned (any more)."""
+    """Logprobs of the prompt so far; None if not requested, or already returned."""
     context_logits: list[bytes] | None = field(init=False)
-    """Logits after the prompt's tokens so far, as in ``StepOutput``; None where none are returned (any more)."""
+    """Logits of the prompt so far, as in ``StepOutput``; None if not requested, or already returned."""
 
     def __post_init__(self) -> None:
         request, sampling = self.request, self.request.sampling
@@ -124,7 +123,7 @@ class Sequence:
 
     @property
     def perf(self) -> PerfMetrics | None:
-        """Resources used so far, where its request asks for ``return_perf_metrics``."""
+        """Resources used so far; None without ``return_perf_metrics``."""
         if not self.request.sampling.return_perf_metrics:
             return None
         return PerfMetrics(self.first_scheduled, self.allocated_blocks, self.draft_tokens, self.accepted_tokens)
@@ -136,16 +135,16 @@ class Sequence:
 
     @property
     def has_started(self) -> bool:
-        """Whether it has had a step."""
+        """True if the sequence has had a step."""
         return self.num_cached_tokens is not None
 
     @property
     def is_partial_prefill(self) -> bool:
-        """Whether some of its tokens are scheduled, and more than one token is left to schedule (chunked prefill)."""
+        """True if some tokens are scheduled, and more than one token is left to schedule (chunked prefill)."""
         return 0 < self.num_scheduled < len(self.tokens) - 1
 
     def reset_computed(self) -> None:
-        """Reset what was computed, so that it is recomputed from its first token."""
+        """Discard all results, so that the sequence is recomputed from its first token."""
         self.state = State.WAITING
         self.num_computed = self.num_scheduled = 0
         if self.prompt_logprobs is not None:
@@ -157,13 +156,14 @@ class Sequence:
 
     @property
     def needs_all_hidden_states(self) -> bool:
-        """Whether the hidden states of all prompt tokens are needed, so that none may come from the prefix cache: for
-        prompt logprobs, context logits and mean pooling."""
+        """True if the hidden states of all prompt tokens are needed (prompt logprobs, context logits, pooling of more
+        than the last token), so that the prefix cache cannot be used."""
         returned = self.prompt_logprobs is not None or self.context_logits is not None
         return returned or (self.pooling_state is not None and self.pooling_state.needs_all_hidden_states)
 
     def fork(self, index: int, blocks: list[int]) -> Sequence:
-        """A sibling with the same tokens, as sequence ``index``, in ``blocks``, whose references the caller counts."""
+        """Create sequence ``index`` of the request with the same tokens, in ``blocks``. The caller adds the
+        references."""
         sibling = Sequence(self.request, index, self.seed, self.arrival_order)
         sibling.tokens, sibling.block_hashes = list(self.tokens), list(self.block_hashes)
         sibling.num_computed, sibling.num_scheduled = self.num_computed, self.num_scheduled

@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.core import PenstockError
 
-from ..modes import PauseMode, Running
+from ..modes import PauseMode, WeightUpdateMode
 from .snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class LoadWeights(msgspec.Struct, tag=True, frozen=True):
 class CommitWeights(msgspec.Struct, tag=True, frozen=True):
     """Use the weights that were loaded."""
 
-    running: Running = "finish"
+    running: WeightUpdateMode = "finish"
 
 
 class DiscardWeights(msgspec.Struct, tag=True, frozen=True):

@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.core import Code, PenstockError
 
-from ..modes import Running
+from ..modes import WeightUpdateMode
 from . import messages
 from .actions import (
     CommitWeights,
@@ -38,7 +38,7 @@ class UpdateWeights(msgspec.Struct, tag=True, frozen=True):
 
     path: str = ""
     """Folder of a checkpoint of the same model; empty reads those in use again."""
-    running: Running = "finish"
+    running: WeightUpdateMode = "finish"
 
 
 ModelAction: TypeAlias = UpdateWeights | PauseGeneration | ResumeGeneration | Sleep | WakeUp

@@ -1,11 +1,11 @@
-"""Adaptive speculative decoding: drafts are used only while they raise the throughput, which is measured."""
+"""Adaptive speculative decoding: drafts are used only while they raise the measured throughput."""
 
 from __future__ import annotations
 
 TRIAL_STEPS = 16
-"""Number of steps with drafts, and of steps without, whose throughput is compared."""
+"""Number of steps with drafts, and number of steps without, whose throughputs are compared."""
 STEPS_BETWEEN_TRIALS = 512
-"""Number of steps with the faster of both before the other is tried again."""
+"""Number of steps in the faster mode before the other mode is tried again."""
 
 
 class SpeculationTuner:
@@ -13,16 +13,17 @@ class SpeculationTuner:
 
     def __init__(self) -> None:
         self.drafting = True
-        """Whether the next steps should have drafts."""
+        """True if the next steps should use drafts."""
         self._start_measuring(TRIAL_STEPS, switched=True)
         self._rates: dict[bool, float] = {}
 
     def record_step(self, tokens: int, seconds: float, drafting: bool) -> None:
-        """Add a decode step to the measurement; after the last step of a measurement, set ``drafting`` anew.
+        """Add a decode step to the measurement. The last step of a measurement updates ``self.drafting``.
 
         Args:
-            tokens: number of tokens that it sampled.
-            drafting: the value of ``drafting`` when it was planned. Steps planned before the last change are ignored.
+            tokens: number of tokens that the step sampled.
+            seconds: duration of the step.
+            drafting: ``self.drafting`` when the step was planned. Steps planned before the last change are ignored.
         """
         if drafting is not self.drafting:
             return
@@ -43,6 +44,6 @@ class SpeculationTuner:
             self._rates.clear()
 
     def _start_measuring(self, steps: int, switched: bool) -> None:
-        """Measure the next ``steps``, without the first two after a change: a drafter may have to catch up in them."""
+        """Measure the next ``steps``, without the first two after a switch, in which a drafter may have to catch up."""
         self._steps_left, self._num_measured = steps, steps - 2 * switched
         self._tokens, self._seconds = 0, 0.0

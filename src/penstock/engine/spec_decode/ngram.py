@@ -1,25 +1,25 @@
-"""The n-gram drafter: drafts looked up in the tokens so far (prompt lookup decoding, Saxena, 2023)."""
+"""N-gram drafter: looks drafts up in the tokens so far (prompt lookup decoding, Saxena, 2023)."""
 
 from __future__ import annotations
 
 from ..sequence.sequence import Sequence
 
 MAX_PROMPT = 32_768
-"""Number of trailing prompt tokens that are searched. Indexing them takes 0.2 s, in which no step is computed."""
+"""Number of trailing prompt tokens that are searched. Indexing them takes 0.2 s, during which no step is computed."""
 
 
 class NGramDrafter:
     """Drafts the tokens that followed the last occurrence of the sequence's trailing n-gram.
 
     Args:
-        max_n, min_n: lengths of the n-grams; the longest that occurs is used.
+        max_n, min_n: range of n-gram lengths; the longest n-gram that occurs is used.
     """
 
     def __init__(self, max_n: int, min_n: int) -> None:
         self._lengths = range(max_n, min_n - 1, -1)
 
     def propose(self, sequence: Sequence, max_len: int) -> list[int]:
-        """Draft at most ``max_len`` tokens; empty where no n-gram occurs."""
+        """Draft at most ``max_len`` tokens; empty if no n-gram occurs earlier."""
         tokens, prompt = sequence.tokens, sequence.prompt_length
         if not sequence.prompt_ngrams:
             self._index(tokens, max(prompt - MAX_PROMPT, 0) + 1, prompt, sequence.prompt_ngrams)
@@ -29,7 +29,7 @@ class NGramDrafter:
             ngram = tuple(tokens[-length:])
             if (at := sequence.ngrams.get(ngram, sequence.prompt_ngrams.get(ngram))) is not None:
                 draft: list[int] = []
-                for source in range(at, at + max_len):  # past the last token, the draft itself is continued
+                for source in range(at, at + max_len):  # past the last token, continue with the draft itself
                     draft.append(tokens[source] if source < len(tokens) else draft[source - len(tokens)])
                 return draft
         return []

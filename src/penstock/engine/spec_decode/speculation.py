@@ -1,7 +1,8 @@
-"""Speculative decoding: draft tokens, of which the model can accept several in one step.
+"""Speculative decoding: draft tokens, several of which the model can accept in one step.
 
-The model samples its own token wherever one was drafted, and a draft is accepted as far as it equals these (Leviathan
-et al., 2023, with this comparison in place of rejection sampling): the output is the same with and without drafts.
+The model samples a token at each drafted position, and accepts the leading draft tokens that equal the sampled ones
+(Leviathan et al., 2023, with this comparison instead of rejection sampling). The output is the same with and without
+drafts.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from .adaptive import SpeculationTuner
 logger = logging.getLogger(__name__)
 
 PLACEHOLDER_TOKEN_ID = -1
-"""Stands for a draft token that the workers will propose (``Speculation.fill_placeholders``), as in vLLM."""
+"""Placeholder for a draft token that the workers propose later (``Speculation.fill_placeholders``), as in vLLM."""
 MAX_FAILURES = 8
-"""Number of errors of a drafter after which speculative decoding is off until the engine restarts."""
+"""Number of drafter errors after which speculative decoding is off until the engine restarts."""
 
 
 class Drafter(Protocol):
-    """A drafter in the engine's process, which needs the tokens only."""
+    """A drafter in the engine's process, which needs only the tokens of a sequence."""
 
     def propose(self, sequence: Sequence, max_len: int) -> list[int]:
         """Draft at most ``max_len`` tokens to follow those of the sequence; may be empty."""
@@ -38,16 +39,16 @@ class Drafter(Protocol):
 
 
 class Draft(NamedTuple):
-    """A draft that is planned."""
+    """A planned draft."""
 
     token_ids: list[int]
-    """Of all its tokens, or ``PLACEHOLDER_TOKEN_ID``."""
+    """Draft tokens, or ``PLACEHOLDER_TOKEN_ID`` for each."""
     length: int
-    """Number of tokens that can be accepted at most."""
+    """Maximum number of tokens that can be accepted; for a tree, its depth."""
     parents: list[int] = []  # noqa: RUF012 - a tuple's default, never written
-    """As ``ScheduledSequence.parents``."""
+    """Parents in a tree, as in ``ScheduledSequence.parents``; empty for a chain."""
     num_scratch_blocks: int = 0
-    """KV blocks of ``Speculation.num_scratch_blocks`` that verifying it takes."""
+    """Number of scratch KV blocks (``Speculation.num_scratch_blocks``) needed to verify the draft."""
 
 
 @dataclass
@@ -55,24 +56,24 @@ class SpecDecodingStats:
     """Totals since the engine started."""
 
     drafts: int = 0
-    """Number of drafts verified, each of one or more tokens."""
+    """Number of verified drafts, each of one or more tokens."""
     draft_tokens: int = 0
-    """Number of draft tokens verified."""
+    """Number of verified draft tokens."""
     accepted_tokens: int = 0
-    """Number of draft tokens accepted."""
+    """Number of accepted draft tokens."""
     accepted_at: list[int] = field(default_factory=list)
-    """Number of draft tokens accepted, by position in the draft."""
+    """Number of accepted draft tokens by position in the draft."""
 
 
 class Speculation:
-    """Drafts tokens for sequences, adapts the lengths of their drafts, and counts what is accepted.
+    """Drafts tokens for sequences, adapts the length of their drafts, and counts accepted tokens.
 
     Args:
-        drafter: None where the workers draft.
+        drafter: drafter in this process; None if the workers draft.
         max_len: maximum length of a draft.
-        adaptive: whether to omit drafts at batch sizes where they lower the throughput.
-        tree: shape of trees of draft tokens, where the workers draft these; ``max_len`` is its depth.
-        block_size: tokens of a KV block.
+        adaptive: omit drafts at batch sizes where they lower the throughput.
+        tree: shape of token trees, if the workers draft trees; ``max_len`` is its depth.
+        block_size: tokens per KV block.
     """
 
     def __init__(
@@ -88,28 +89,28 @@ class Speculation:
         self._tree = tree
         self._block_size = block_size
         self.num_scratch_blocks = tree.scratch_blocks(block_size) if tree else 0
-        """KV blocks that trees of one step may take beside those of their sequences."""
+        """Number of KV blocks for verifying the trees of one step, in addition to the sequences' blocks."""
         self._adaptive = adaptive
         self._tuners: dict[int, SpeculationTuner] = defaultdict(SpeculationTuner)
-        """By the bit length of the number of running sequences."""
+        """Tuners by the bit length of the number of running sequences."""
         self._failures = 0
         self.stats = SpecDecodingStats(accepted_at=[0] * max_len)
 
     def should_draft(self, num_running: int) -> bool:
-        """Whether a step should have drafts that is planned while ``num_running`` sequences run."""
+        """True if the next step should use drafts, with ``num_running`` running sequences."""
         return not self._disabled and (not self._adaptive or self._tuners[num_running.bit_length()].drafting)
 
     def draft(self, sequence: Sequence, max_len: int, budget: int, scratch: int) -> Draft | None:
-        """Draft tokens to follow those of the sequence. Where the workers draft, returns as many
-        ``PLACEHOLDER_TOKEN_ID`` as they should draft, for ``fill_placeholders``.
+        """Draft tokens to follow those of the sequence. If the workers draft, the draft consists of placeholders for
+        ``fill_placeholders``.
 
-        Where there is no room for a tree, or each token of a sequence depends on the values of all before it, its first
-        path is drafted.
+        Instead of a tree, its first path is drafted if there is no room for the tree, or if the sequence has a guide or
+        sampling parameters that depend on all previous tokens.
 
         Args:
-            max_len: maximum length.
+            max_len: maximum length (depth).
             budget: maximum number of tokens.
-            scratch: KV blocks that are left of ``num_scratch_blocks``.
+            scratch: number of scratch KV blocks left in this step.
         """
         length = min(self._max_len if sequence.draft_len is None else sequence.draft_len, max_len)
         if self._disabled or length < 1:
@@ -132,13 +133,13 @@ class Speculation:
     def fill_placeholders(
         self, plan: Plan, updates: RowUpdates, call: Callable[[Propose], list[list[int] | None]]
     ) -> RowUpdates:
-        """Replace each ``PLACEHOLDER_TOKEN_ID`` in a plan by a draft token that the workers propose.
+        """Replace the placeholders in a plan by draft tokens that the workers propose.
 
         Args:
-            updates: the row updates of the plan's step; they are sent with the proposal, if there is one.
-            call: has the workers propose drafts; returns one for each row, None where the drafter has failed.
+            updates: row updates of the plan's step. If drafts are proposed, they are sent with ``Propose``.
+            call: runs ``Propose`` in the workers. Returns a draft per row; None if the drafter has failed for it.
 
-        Returns the updates that are still to be sent with the step.
+        Returns the updates that remain to be sent with the step.
         """
         items = [item for item in plan.scheduled if PLACEHOLDER_TOKEN_ID in item.draft]
         if not items:
@@ -158,20 +159,19 @@ class Speculation:
         else:
             if failed := [item.sequence for item, draft in zip(items, proposed, strict=True) if draft is None]:
                 self._record_failure(failed)
-        return RowUpdates(forks=updates.forks)  # the step samples for the forked rows, too
+        return RowUpdates(forks=updates.forks)  # again, since the step samples for the forked rows
 
     def record_step(self, plan: Plan, output: StepOutput, seconds: float) -> None:
-        """Count the draft tokens that a step has accepted, and adapt draft lengths; to be called before
-        ``Scheduler.update``.
+        """Count the accepted draft tokens of a step, and adapt draft lengths. Call this before ``Scheduler.update``.
 
         Args:
-            seconds: time that the step took.
+            seconds: duration of the step.
         """
         tokens, outputs = 0, iter(output.sampled)
         for item in plan.scheduled:
             sampled = [next(outputs) for _ in item.sampling_sequences]
             tokens += sum(len(one.token_ids) for one in sampled)
-            if item.draft:  # where sampling failed, there are no tokens
+            if item.draft:  # no token is sampled if sampling failed
                 self._record_acceptance(item, max(len(sampled[0].token_ids) - 1, 0))
         if self._adaptive and plan.scheduled and all(item.length == 1 for item in plan.scheduled):
             self._tuners[plan.num_running.bit_length()].record_step(tokens, seconds, plan.drafting)
@@ -181,13 +181,13 @@ class Speculation:
         return self._failures >= MAX_FAILURES
 
     def _record_failure(self, sequences: Iterable[Sequence], error: Exception | None = None) -> None:
-        """Record an error of the drafter: these sequences get no more drafts, after ``MAX_FAILURES`` errors no sequence
+        """Record an error of the drafter. These sequences get no more drafts; after ``MAX_FAILURES`` errors, none
         does."""
         for sequence in sequences:
             sequence.draft_len = 0
         self._failures += 1
-        scope = "for good" if self._disabled else "for its sequences"
-        logger.error("speculative decoding failed and ends %s", scope, exc_info=error)
+        scope = "until the engine restarts" if self._disabled else "for the affected sequences"
+        logger.error("drafting failed; speculative decoding is off %s", scope, exc_info=error)
 
     def _record_acceptance(self, item: ScheduledSequence, accepted: int) -> None:
         stats, sequence, drafted = self.stats, item.sequence, len(item.draft)
@@ -198,10 +198,10 @@ class Speculation:
         sequence.accepted_tokens += accepted
         for position in range(accepted):
             stats.accepted_at[position] += 1
-        if item.parents:  # trees are as deep as was configured
+        if item.parents:  # trees have a fixed depth
             return
         length = self._max_len if sequence.draft_len is None else sequence.draft_len
-        # As transformers' assisted generation does it by default.
+        # the default heuristic of transformers' assisted generation
         sequence.draft_len = min(length + 2, self._max_len) if accepted == drafted else max(length - 1, 1)
 
 
@@ -217,8 +217,7 @@ def _propose_message(items: list[ScheduledSequence], updates: RowUpdates) -> Pro
 
 
 def _acceptable(sequence: Sequence, draft: list[int]) -> list[int]:
-    """The leading draft tokens that the sequence can accept: up to the first that would end it, or that its grammar
-    does not allow."""
+    """Leading draft tokens before the first that would end the sequence, or that its grammar does not allow."""
     stops = _stops(sequence)
     end = next((i for i, token in enumerate(draft) if token in stops), len(draft))
     if sequence.guide and end:
@@ -227,8 +226,8 @@ def _acceptable(sequence: Sequence, draft: list[int]) -> list[int]:
 
 
 def _acceptable_tree(sequence: Sequence, draft: list[int], parents: list[int]) -> tuple[list[int], list[int]]:
-    """The draft tokens of a tree that the sequence can accept, and their parents: all but those that would end it,
-    those that there are not, and what follows them. Such a sequence has no grammar."""
+    """Tokens and parents of a drafted tree, without missing tokens (negative), tokens that would end the sequence, and
+    the descendants of both. The sequence has no grammar."""
     stops = _stops(sequence)
     kept = {-1: -1}
     token_ids, new_parents = list[int](), list[int]()
@@ -241,5 +240,5 @@ def _acceptable_tree(sequence: Sequence, draft: list[int], parents: list[int]) -
 
 
 def _stops(sequence: Sequence) -> frozenset[int]:
-    """Tokens that end the sequence; a guide may replace EOS."""
+    """Tokens that end the sequence, and with a guide EOS, which the guide may replace."""
     return sequence.stop_token_ids | frozenset(sequence.request.eos_token_ids if sequence.guide else ())

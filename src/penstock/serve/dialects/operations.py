@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from penstock import demo
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
-from penstock.engine.modes import Running
+from penstock.engine.modes import WeightUpdateMode
 from penstock.engine.service.actions import EngineState
 from penstock.engine.service.control import ModelAction, UpdateWeights
 
@@ -33,7 +33,7 @@ class Reload(RequestBody, kw_only=True, forbid_unknown_fields=True):
 
     path: str = ""
     """Folder of a checkpoint of the same model; empty: reload the one in use."""
-    running: Running = "finish"
+    running: WeightUpdateMode = "finish"
     """How running requests are handled: they finish on the old weights, or their tokens so far are recomputed with the
     new weights and generation continues."""
     model: str | None = None
@@ -57,7 +57,7 @@ class Operator:
         for service in self.models(request):
             await self._manager.operate(service, operation)
 
-    async def reload(self, service: ServedModel, path: str, running: Running = "finish") -> EngineState:
+    async def reload(self, service: ServedModel, path: str, running: WeightUpdateMode = "finish") -> EngineState:
         """Reload the weights of a model; returns its new state. Raises ``PenstockError`` if that fails."""
         folder = self._allowed(service, path) if path else ""
         await self._manager.operate(service, UpdateWeights(folder, running))
