@@ -36,15 +36,7 @@ from ..step import (
 from ..step_statistics import FIRST_STEP_TIMEOUT_FACTOR, StepTimes
 from .base import Executor, StepFailedError, WorkerLostError
 from .local_ranks import CLOSE_TIMEOUT, LocalRanks
-from .messages import (
-    Call,
-    CallReply,
-    Failed,
-    GrammarBitmask,
-    StepReply,
-    ToWorker,
-    from_worker,
-)
+from .messages import Call, CallReply, Failed, GrammarBitmask, StepReply, ToWorker, from_worker
 from .poller import PeerLostError
 from .rank_process import RankProcess
 from .remote_node import RemoteNode, RemoteRank

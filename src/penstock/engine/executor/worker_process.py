@@ -28,18 +28,7 @@ from ..exit_status import LINK_LOST
 from ..step import LoadModel, StepInput, StepOutput, encoder
 from ..worker.worker import Worker
 from .layout import RankInfo, rendezvous_file
-from .messages import (
-    Call,
-    CallReply,
-    Close,
-    Failed,
-    FromWorker,
-    GrammarBitmask,
-    Start,
-    StepReply,
-    ToWorker,
-    to_worker,
-)
+from .messages import Call, CallReply, Close, Failed, FromWorker, GrammarBitmask, Start, StepReply, ToWorker, to_worker
 from .poller import PeerLostError, Poller
 from .ring import Reader, Writer
 
