@@ -287,4 +287,4 @@ class Instances:
 
 def _is_there(one: _Found) -> bool:
     """Whether an engine that is used is connected, and still what it was."""
-    return one.client.engine is not None and one.instance is not None and one.instance.is_of(one.client.engine)
+    return one.client.engine is not None and one.instance is not None and one.instance.matches(one.client.engine)
