@@ -451,7 +451,7 @@ def test_ranks_that_cannot_share_the_model_do_not_start(checkpoint: Path, tmp_pa
     draft = {"model": str(checkpoint), "num_speculative_tokens": 2}
     with pytest.raises(PenstockError, match="no draft model"):
         LLM(checkpoint, pipeline_parallel_size=2, speculative_config=draft, **OPTIONS)
-    with pytest.raises(PenstockError, match="several ranks compute on CPUs, or on GPUs of one machine"):
+    with pytest.raises(PenstockError, match="several ranks need CPUs, or one GPU each on one machine"):
         LLM(checkpoint, tensor_parallel_size=2, device="meta", **OPTIONS)
     for binding in ("1-0|0", "0-|0", "²|0", "|0"):
         with pytest.raises(PenstockError, match="neither a core nor a range"):

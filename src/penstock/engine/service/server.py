@@ -247,7 +247,7 @@ class EngineServer:
             remote.bind(f"tcp://{join_address(ip, port or '*')}")
         except (OSError, zmq.ZMQError) as error:
             reason = os.strerror(error.errno or 0) if isinstance(error, zmq.ZMQError) else error.strerror
-            message = f"cannot listen on {engine_address}: {(reason or str(error)).lower()}; try another address"
+            message = f"cannot listen on {engine_address}: {(reason or str(error)).lower()}; try another"
             raise invalid("engine_address", message) from error
         bound = remote.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
         self._engine_address = join_address(host, bound)
