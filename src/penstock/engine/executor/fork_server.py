@@ -244,7 +244,7 @@ def fork_worker(start: Start, descriptors: list[int]) -> ForkedProcess:
     return server.fork(start, descriptors)
 
 
-# --- The fork server's own process ----------------------------------------------------------------------------------
+# --- In the fork server's process -----------------------------------------------------------------------------------
 
 
 def main() -> None:
@@ -284,8 +284,8 @@ def main() -> None:
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
             if pid == 0:
-                for own in (connection.detach(), parent, *children):
-                    os.close(own)
+                for inherited in (connection.detach(), parent, *children):
+                    os.close(inherited)
                 _move([1, 2, *message.descriptors], received)
                 _run_worker(message)
             _name(SERVER_NAME)

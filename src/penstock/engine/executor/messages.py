@@ -24,7 +24,7 @@ class PeerSocket(msgspec.Struct, frozen=True):
 
 
 class Start(msgspec.Struct, frozen=True):
-    """How to start a worker process. Sent to the fork server as JSON."""
+    """Parameters of a worker process. Sent to the fork server as JSON."""
 
     options: EngineOptions
     logs: LogOptions | None

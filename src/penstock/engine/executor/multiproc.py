@@ -48,7 +48,7 @@ TIMEOUT_FACTOR = 0.9
 """Fraction of ``engine_iteration_timeout`` after which workers are killed. Below 1, so that the engine reports the
 worker before the engine is itself killed for not answering."""
 CAUSE_TIMEOUT, CAUSE_POLL = 2.0, 0.01
-"""If ranks ended since they lost another rank: seconds to wait for that rank's end, and polling interval."""
+"""If ranks ended because they lost another rank: seconds to wait for that rank's end, and polling interval."""
 
 
 class _PendingCall(msgspec.Struct):
@@ -273,7 +273,7 @@ class MultiprocExecutor(Executor):
         raise lost from error
 
     def _ended(self, timeout: float = CAUSE_TIMEOUT) -> str:
-        """Describe which worker or node ended, and why; empty if none has. If a rank ended since it lost its
+        """Describe which worker or node ended, and why; empty if none has. If a rank ended because it lost its
         connection to another node's rank, wait up to ``timeout`` seconds for that rank's end, which is the cause."""
         deadline = time.monotonic() + timeout
         while True:

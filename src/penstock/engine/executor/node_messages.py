@@ -65,7 +65,7 @@ class RankEnded(msgspec.Struct, tag=True, frozen=True):
     rank: int
     reason: str
     lost_link: bool
-    """True if it ended since it lost its connection to a rank on another node (``LINK_LOST``)."""
+    """True if it ended because it lost its connection to a rank on another node (``LINK_LOST``)."""
 
 
 class GetProgress(msgspec.Struct, tag=True, frozen=True):

@@ -53,7 +53,7 @@ class RankProcess:
 
     @property
     def end_reason(self) -> str | None:
-        """How the process ended, for an error message; None if it has not ended."""
+        """Description of the process's end, for an error message; None if it has not ended."""
         if not self._process.wait(timeout=0):
             return None
         status = self._process.status()

@@ -344,9 +344,9 @@ def _refusal(
     if join is None:
         return "its connection was meant for an earlier start"
     for name in SAME_OPTIONS:
-        own, other = getattr(options, name), getattr(join.options, name)
-        if own != other:
-            return f"{name} is {other!r} there and {own!r} on node 0: give all nodes the same value"
+        here, there = getattr(options, name), getattr(join.options, name)
+        if here != there:
+            return f"{name} is {there!r} there and {here!r} on node 0: give all nodes the same value"
     if not 0 < join.node_rank < options.nnodes:
         return f"node_rank is {join.node_rank}, but must be from 1 to {options.nnodes - 1}"
     if join.model.get(PLACEMENT) != digests.get(PLACEMENT):

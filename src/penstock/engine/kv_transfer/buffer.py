@@ -54,7 +54,7 @@ class TransferBuffer:
 
     @property
     def memory(self) -> TransferMemory:
-        """How workers map the buffer."""
+        """Parameters with which workers map the buffer."""
         return TransferMemory(self.path, self.offset, self.num_slots, SLOT_TOKENS, PROGRESS)
 
     @property

@@ -123,7 +123,7 @@ class KVImports:
         self.tracer: Tracer | None = None
         """Creates a span for each transfer; None if tracing is off."""
         self.num_recomputed = 0
-        """Number of requests computed here since their transfers failed."""
+        """Number of requests computed here because their transfers failed."""
         self.seconds = 0.0
         """Total duration of completed transfers in seconds, including the computation by prefill engines."""
 

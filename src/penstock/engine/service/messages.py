@@ -211,7 +211,7 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     kv_failed: int = 0
     """Counter of failed KV transfers."""
     kv_recomputed: int = 0
-    """Counter of requests whose prompts a decode engine computed since their transfers failed."""
+    """Counter of requests whose prompts a decode engine computed because their transfers failed."""
     kv_seconds: float = 0.0
     """Total duration of completed KV transfers in seconds, including queue and computation of prefill engines."""
     kv_bytes_received: int = 0
@@ -371,7 +371,7 @@ class PartialMessage(msgspec.Struct, frozen=True):
 
 
 class Start(msgspec.Struct, frozen=True):
-    """How to start an engine: one JSON document on the engine process's standard input."""
+    """Parameters of an engine process: one JSON document on its standard input."""
 
     options: EngineOptions
     logs: LogOptions

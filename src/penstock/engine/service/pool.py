@@ -504,7 +504,7 @@ def _needs_hidden_states(request: EngineRequest) -> bool:
 
 
 def _is_rejected(delta: TokenDelta) -> bool:
-    """True if a replica has rejected the request since its queue is full or it is stopping."""
+    """True if a replica has rejected the request because its queue is full or it is stopping."""
     failure = delta.failure
     if failure is None:
         return False
