@@ -244,7 +244,7 @@ def test_workers_outlive_the_process_that_has_forked_them(checkpoint: Path) -> N
         engine.step()
         os.kill(worker, signal.SIGKILL)
         (*_, last) = run(engine)
-        assert last.failure and "ended: in a way that is not known" in last.failure.message
+        assert last.failure and "ended: exit status unknown" in last.failure.message
 
 
 def test_a_start_that_is_interrupted_leaves_no_worker(checkpoint: Path) -> None:

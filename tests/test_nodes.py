@@ -367,8 +367,8 @@ def test_nodes_that_do_not_fit_are_refused(
     refused = [
         ({"quantization": "w8a8"}, "quantization is 'w8a8' there and 'none' on node 0"),
         ({"nnodes": 4, "tensor_parallel_size": 4}, "nnodes is 4 there and 2 on node 0"),
-        ({"model": str(other)}, "its checkpoint has other contents than that of node 0"),
-        ({"cluster_secret_file": str(readable)}, "may be read by other users: chmod 600"),
+        ({"model": str(other)}, "its checkpoint differs from node 0's"),
+        ({"cluster_secret_file": str(readable)}, "is accessible to other users: chmod 600"),
     ]
     started = [(node(machines, 1, options | different), words) for different, words in refused]
     wrong_secret = tmp_path / "wrong-secret"
@@ -398,7 +398,7 @@ def test_nodes_that_do_not_fit_are_refused(
 @pytest.mark.usefixtures("shared_secret")
 def test_a_node_that_would_give_other_bits_is_refused(machines: Namespaces, checkpoint: Path) -> None:
     options = options_of(checkpoint, (2, 1), 2)
-    words = r"rank 1 .* of node 1 .* computes otherwise than rank 0: fingerprint .*portable.* there and "
+    words = r"rank 1 .* of node 1 .* differs from rank 0: fingerprint .*portable.* there and "
     with nodes(machines, options, PENSTOCK_ISA="portable"), pytest.raises(PenstockError, match=words):
         engine_on(machines, options)
 
@@ -503,7 +503,7 @@ def test_a_server_of_another_kind_is_no_node() -> None:
         connected, _ = server.accept()
         with connected:
             connected.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
-            with pytest.raises(SecretError, match="is no node of Penstock"):
+            with pytest.raises(SecretError, match="is not a Penstock node"):
                 connecting.result()
 
 
@@ -518,7 +518,7 @@ def test_nodes_are_accepted_after_a_time_without_descriptors(caplog: pytest.LogC
                     held.append(os.dup(0))
             early.connect(address)
             deadline = time.monotonic() + 10
-            while "cannot accept a connection of a node: too many open files" not in caplog.text:
+            while "cannot accept a node's connection: too many open files" not in caplog.text:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
         finally:

@@ -101,7 +101,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     with Deployment(tmp_path_factory.mktemp("router"), *flags) as deployment:
         until(lambda: httpx.get(f"http://127.0.0.1:{deployment.port}/ready").text.find("no instance") > 0)
         early = httpx.post(f"http://127.0.0.1:{deployment.port}/v1/completions", json={"prompt": "x"})
-        assert early.status_code == 503 and "no instance that could answer is there" in early.text
+        assert early.status_code == 503 and "no instance is available to answer" in early.text
         lora = ("--enable-lora",)
         deployment.prefill, *deployment.decode = deployment.instances("prefill", "decode", "decode", flags=lora)
         until(lambda: deployment.has("prefill", "decode", "decode"))

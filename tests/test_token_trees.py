@@ -137,9 +137,9 @@ def test_trees_have_more_accepted_than_their_first_paths(attending: Heads, plain
         ({"num_speculative_tokens": 33}, "num_speculative_tokens must be at most 32"),
         (
             {"method": "medusa", "model": "HEADS/medusa", "medusa_choices": [[0] * 4]},
-            "is 4 deep, and there are 3 heads",
+            "has depth 4, but there are 3 heads",
         ),
-        ({"model": "MODEL", "speculative_token_tree": [[0]]}, "draft models draft no trees"),
+        ({"model": "MODEL", "speculative_token_tree": [[0]]}, "draft models cannot draft trees"),
         (
             {"model": "HEADS/medusa", "medusa_choices": [[i] for i in range(100)]},
             "takes 99 KV blocks, but the KV cache has 50",

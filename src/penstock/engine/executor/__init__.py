@@ -1,2 +1,2 @@
-"""Executors, which run the engine's workers: in its own process (``UniProcExecutor``) or in others
+"""Executors run the engine's workers: in the engine's process (``UniProcExecutor``) or in worker processes
 (``MultiprocExecutor``)."""

@@ -1,4 +1,4 @@
-"""The interface between the engine and its workers, wherever these run."""
+"""The interface between the engine and its workers."""
 
 from __future__ import annotations
 
@@ -12,53 +12,53 @@ from ..step import StepInput, StepOutput, WorkerCall
 
 
 class StepFailedError(RuntimeError):
-    """A step raised an error in the workers. They can compute the next step."""
+    """A step raised an error in the workers, which can still compute the next one."""
 
 
 class WorkerLostError(RuntimeError):
-    """A worker has ended or stopped answering, so no step can be computed. The message names the worker and the
-    cause."""
+    """A worker has ended or does not answer, so no further step can be computed. The message names the worker and
+    the cause."""
 
 
 class Executor(ABC):
-    """The workers. First ``run`` the calls ``LoadModel``, ``ProfileMemory`` and ``InitCache`` once each, in this order.
+    """Runs steps and calls in the workers. ``run`` ``LoadModel``, ``ProfileMemory`` and ``InitCache`` once each, in
+    this order, before the first step.
 
-    Every method but ``close`` raises ``WorkerLostError`` where a worker is gone; where ``submit`` does not, ``collect``
-    does.
+    All methods except ``close`` raise ``WorkerLostError`` if a worker is lost; after a ``submit``, it may be
+    ``collect`` that raises.
     """
 
     @abstractmethod
     def submit(self, step: StepInput, grammar_bitmask: Future[np.ndarray] | None = None) -> None:
-        """Start a step. Steps are computed in the order of their submission.
+        """Start a step. Steps are computed in the order of submission.
 
         Args:
-            grammar_bitmask: where ``step.has_grammar_bitmask``: ``[positions, vocabulary / 32]`` int32, a bit for
-                each token that may be sampled. The positions are, for each row that samples, the next token's and
-                those after each of its draft tokens.
+            grammar_bitmask: ``[positions, vocabulary / 32]`` int32, required if ``step.has_grammar_bitmask``. A set
+                bit allows a token. Each row that samples has a position for its next token, and one after each of its
+                draft tokens.
         """
 
     @abstractmethod
     def collect(self) -> StepOutput:
-        """Wait for the oldest step that was submitted and not collected. Raises the error of a step that failed."""
+        """Wait for the oldest submitted step that is not collected yet. Raises the error of a step that failed."""
 
     @abstractmethod
     def call(self, call: WorkerCall) -> Future[Any]:
-        """Send a call, which is executed after the steps submitted so far. Its future completes in ``wait`` or
-        ``poll``."""
+        """Queue a call after the steps submitted so far. Its future completes in ``wait`` or ``poll``."""
 
     @abstractmethod
     def wait(self, future: Future[Any]) -> None:
-        """Block until a future of ``call`` is done."""
+        """Block until a future returned by ``call`` is done."""
 
     def run(self, call: WorkerCall) -> Any:
-        """``call``, and wait for the answer. Raises the error of a worker that failed."""
+        """Execute a call and return its result. Raises the error of a worker that failed."""
         future = self.call(call)
         self.wait(future)
         return future.result()
 
     @abstractmethod
     def poll(self) -> None:
-        """Complete futures whose answers have come, without waiting."""
+        """Complete the futures of answered calls, without waiting."""
 
     @abstractmethod
     def close(self) -> None:

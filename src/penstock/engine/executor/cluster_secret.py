@@ -1,4 +1,4 @@
-"""The secret by which the nodes of a cluster know each other."""
+"""The shared secret with which the nodes of a cluster authenticate each other."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def default_path() -> Path:
 
 
 def read_secret(file: str, make: bool) -> bytes:
-    """The secret in a file; an empty name means ``default_path``.
+    """Read the secret from a file; an empty name means ``default_path``.
 
     Args:
-        make: make one where there is none in ``default_path``, readable by this user only.
+        make: create the file at ``default_path`` if it is missing, readable by this user only.
 
-    Raises ``PenstockError`` (``invalid``) where there is none, others may read it, or it is too short.
+    Raises ``PenstockError`` (``invalid``) if the file is missing, readable by other users, or too short.
     """
     path = Path(file).expanduser() if file else default_path()
     if make and not file and not path.exists():
@@ -36,13 +36,13 @@ def read_secret(file: str, make: bool) -> bytes:
     try:
         with path.open("rb") as opened:
             if os.fstat(opened.fileno()).st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-                raise invalid(FIELD, f"{path} may be read by other users: chmod 600 {path}")
+                raise invalid(FIELD, f"{path} is accessible to other users: chmod 600 {path}")
             secret = opened.read(4096).strip()
     except OSError as error:
-        advice = "leave the option out, and one is made" if make else "copy the file of node 0, which makes one"
+        advice = "without this option a secret is created" if make else "copy the file of node 0, which creates it"
         raise invalid(FIELD, f"{path} cannot be read ({error.strerror}); {advice}") from error
     if len(secret) < MIN_LENGTH:
-        raise invalid(FIELD, f"{path} has less than {MIN_LENGTH} characters", MIN_LENGTH)
+        raise invalid(FIELD, f"{path} has fewer than {MIN_LENGTH} characters", MIN_LENGTH)
     return secret
 
 
@@ -52,9 +52,9 @@ def _make(path: Path) -> None:
         with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="ascii") as file:
             file.write(secrets.token_hex(32) + "\n")
             file.flush()
-            os.link(file.name, path)  # whole, and of this user only; another process may be making it, too
+            os.link(file.name, path)  # atomic: another process may create it at the same time
     except FileExistsError:
         return
     except OSError as error:
-        raise invalid(FIELD, f"{path} cannot be made: {error.strerror}; name another file") from error
-    logger.warning("made the cluster's secret: copy %s to the same place on every other node", path)
+        raise invalid(FIELD, f"{path} cannot be created: {error.strerror}; choose another file") from error
+    logger.warning("created the cluster secret: copy %s to the same path on every other node", path)

@@ -1,10 +1,10 @@
-"""A fork server: a process that has imported what workers need, PyTorch above all, and forks itself for each of them.
+"""A fork server: a process that has imported PyTorch and the worker's modules, and forks each worker.
 
-Importing takes more than a second of processor time, which all workers share, as they share its memory. The fork server
-computes nothing and has no threads, so that forking it is safe where forking an application's process would not be.
+Importing takes more than a second of processor time; workers share the time and the memory. The fork server computes
+nothing and has no threads, so forking it is safe, unlike forking an application's process.
 
-Python's own, of ``multiprocessing``, is not fit: it runs the application's ``__main__`` again in each worker, and keeps
-the environment and the cores that the first worker was started with.
+``multiprocessing``'s fork server does not suit: it runs the application's ``__main__`` in each worker, and keeps the
+environment and the CPU affinity from when it was started.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from ..lean_torch import import_torch
 from .messages import Start
 
 FORK_TIMEOUT = 300.0
-"""Seconds that the fork server has to import PyTorch, perhaps from a slow disk, and to fork."""
+"""Maximum seconds for the fork server to import PyTorch, perhaps from a slow disk, and to fork."""
 EXIT_TIMEOUT = 5.0
-"""Seconds after a worker's end within which the fork server reports how it ended."""
+"""Seconds to wait for the exit status of a worker that has ended."""
 SERVER_NAME = "penstock-forks"
 MAX_MESSAGE = 2**17
 MAX_DESCRIPTORS = 64
 
 
 class _Fork(msgspec.Struct, tag=True):
-    """Fork a worker. The descriptors come with it: standard output and standard error, then ``descriptors``."""
+    """Fork a worker. Sent with file descriptors: standard output, standard error, then ``descriptors``."""
 
     number: int
     start: Start
     descriptors: list[int]
-    """As ``start`` has them, numbers of the process that asks."""
+    """File descriptors named in ``start``, as numbered in the sender."""
     cores: list[int]
 
 
 class _Forked(msgspec.Struct, tag=True):
-    """Its process id; a ``pidfd`` comes with it."""
+    """A worker was forked. Sent with its ``pidfd``."""
 
     number: int
     pid: int
@@ -64,7 +64,7 @@ class _Forked(msgspec.Struct, tag=True):
 class _Exited(msgspec.Struct, tag=True):
     number: int
     status: int
-    """As ``subprocess.Popen.returncode``."""
+    """Exit status, as in ``subprocess.Popen.returncode``."""
 
 
 _encoder = msgspec.json.Encoder()
@@ -72,10 +72,10 @@ _reply = msgspec.json.Decoder(_Forked | _Exited)
 
 
 class ForkedProcess:
-    """A worker that a fork server has forked.
+    """A worker forked by a fork server.
 
     Args:
-        pidfd: becomes readable when the process ends; closed by ``close``.
+        pidfd: readable once the process has ended; closed by ``close``.
     """
 
     def __init__(self, server: ForkServer, number: int, pid: int, pidfd: int) -> None:
@@ -84,31 +84,31 @@ class ForkedProcess:
         self._exit_status = functools.cache(functools.partial(server.take_exit_status, number))
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it ends, and return whether it has ended within ``timeout`` seconds."""
+        """Wait for the process's end. Returns True if it ended within ``timeout`` seconds."""
         poll = select.poll()
         poll.register(self.pidfd, select.POLLIN)
         return bool(poll.poll(None if timeout is None else timeout * 1000))
 
     def status(self) -> int | None:
-        """As ``subprocess.Popen.returncode``, of a process that has ended. None where the fork server has, too."""
+        """Exit status of the ended process, as ``subprocess.Popen.returncode``; None if the fork server ended, too."""
         return self._exit_status()
 
     def kill(self) -> None:
-        """End it at once, and wait for its end."""
+        """Kill the process, and wait until it has ended."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
         self.wait()
         self.status()
 
     def close(self) -> None:
-        """After its end."""
+        """Close the pidfd of the ended process."""
         self.status()
         os.close(self.pidfd)
 
 
 class ForkServer:
-    """Starts a fork server, with the environment and the working directory of now; ends it when it is
-    garbage-collected. Its workers live on."""
+    """A fork server process with this process's current environment and working directory. It is killed when this
+    object is garbage-collected; its workers keep running."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -118,21 +118,22 @@ class ForkServer:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         self._count = 0
         self._forked: dict[int, tuple[int, list[int]]] = {}
-        """Process id and ``pidfd`` of workers that ``fork`` has not returned yet."""
+        """Process id and ``pidfd`` of workers not yet returned by ``fork``, by number."""
         self._statuses: dict[int, int] = {}
+        """Exit statuses, by worker number."""
         self._unwanted: set[int] = set()
-        """Workers of interrupted forks, until they have ended."""
+        """Numbers of workers whose ``fork`` was interrupted and that have not ended yet."""
         self._lock = threading.Lock()
         weakref.finalize(self, _end_server, self._process, self._socket, os.getpid())
 
     def fork(self, start: Start, descriptors: list[int]) -> ForkedProcess:
-        """Fork a worker, which runs on this thread's cores.
+        """Fork a worker with this thread's CPU affinity.
 
         Args:
-            descriptors: file descriptors that ``start`` names.
+            descriptors: file descriptors named in ``start``.
 
-        Raises ``PenstockError`` where the fork server has ended or does not answer, and ``OSError`` where descriptors
-        run out.
+        Raises ``PenstockError`` if the fork server has ended or does not answer, and ``OSError`` if this process has
+        no file descriptor left.
         """
         with self._lock:
             self._count += 1
@@ -151,7 +152,7 @@ class ForkServer:
                 self._discard(number)
                 raise
             pid, pidfds = self._forked[number]
-            if not pidfds:  # this process has no descriptor left for it
+            if not pidfds:  # no file descriptor was left to receive it
                 self._discard(number)
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             del self._forked[number]
@@ -162,7 +163,7 @@ class ForkServer:
         return self._process.poll() is None
 
     def take_exit_status(self, number: int) -> int | None:
-        """Exit status of the process ``number``, which has ended, once. None where it cannot be known."""
+        """Remove and return the exit status of an ended worker; None if the fork server does not report it."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         with self._lock, contextlib.suppress(PenstockError):
@@ -171,7 +172,7 @@ class ForkServer:
         return self._statuses.pop(number, None)
 
     def _discard(self, number: int) -> None:
-        """End a worker that nobody will have. Where this is interrupted, ``_receive`` ends it."""
+        """Kill a worker that ``fork`` does not return. If this is interrupted, ``_receive`` kills it."""
         self._unwanted.add(number)
         if number in self._forked:
             _kill(*self._forked.pop(number))
@@ -201,16 +202,16 @@ class ForkServer:
     def _hung(self) -> PenstockError:
         self._process.kill()
         self._process.wait()
-        words = f"the process that forks workers has not answered in {FORK_TIMEOUT:g} seconds and was killed"
-        return PenstockError(Code.UNAVAILABLE, words)
+        message = f"the fork server of the workers has not answered in {FORK_TIMEOUT:g} seconds and was killed"
+        return PenstockError(Code.UNAVAILABLE, message)
 
     def _ended(self) -> PenstockError:
         status = self._process.wait()
-        return PenstockError(Code.INTERNAL, f"the process that forks workers has ended ({exit_reason(status)})")
+        return PenstockError(Code.INTERNAL, f"the fork server of the workers has ended ({exit_reason(status)})")
 
 
 def _kill(pid: int, pidfds: list[int]) -> None:
-    """End a worker of which the fork server has not reported yet that it has ended."""
+    """Kill a worker whose end is not reported yet, and close its pidfd."""
     with contextlib.suppress(ProcessLookupError):
         if pidfds:
             signal.pidfd_send_signal(pidfds[0], signal.SIGKILL)
@@ -232,8 +233,8 @@ _sharing = threading.Lock()
 
 
 def fork_worker(start: Start, descriptors: list[int]) -> ForkedProcess:
-    """Fork a worker from this process's fork server, as ``ForkServer.fork``. It is started with the first worker, and
-    anew once the environment or the working directory has changed, or it has ended."""
+    """Fork a worker from this process's fork server (see ``ForkServer.fork``). The fork server is started for the first
+    worker, and restarted if it has ended or the environment or working directory has changed."""
     global _shared
     with _sharing:
         started_in = os.getpid(), dict(os.environ), os.getcwd()
@@ -243,20 +244,20 @@ def fork_worker(start: Start, descriptors: list[int]) -> ForkedProcess:
     return server.fork(start, descriptors)
 
 
-# --- The fork server's own process ----------------------------------------------------------------------------------
+# --- In the fork server's process -----------------------------------------------------------------------------------
 
 
 def main() -> None:
-    """Serve the process whose id is the second argument, over the socket that is the first, until it ends."""
-    for ignored in (signal.SIGINT, signal.SIGTERM):  # a terminal's goes to the whole group; the engine decides
+    """Run the fork server until its parent ends. Command-line arguments: socket descriptor, parent's process id."""
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # a terminal signals the whole group; the engine ends its workers
         signal.signal(ignored, signal.SIG_IGN)
     _name(SERVER_NAME)
-    gc.disable()  # collections take a tenth of the time of importing
+    gc.disable()  # collections take a tenth of the import time
     import_torch()
     from . import worker_process  # noqa: F401
 
     gc.collect()
-    gc.freeze()  # so that workers' collections do not copy the pages that they share
+    gc.freeze()  # keep workers' collections from copying shared pages
     connection, parent = socket.socket(fileno=int(sys.argv[1])), os.pidfd_open(int(sys.argv[2]))
     children: dict[int, tuple[int, int]] = {}
     """Number and process id of each worker, by its pidfd."""
@@ -278,13 +279,13 @@ def main() -> None:
             if not encoded:
                 return
             message = msgspec.json.decode(encoded, type=_Fork)
-            _name(f"penstock-rank{message.start.rank_info.world_rank}")  # which the fork inherits
-            with warnings.catch_warnings():  # that there are threads: those of NumPy's OpenBLAS end before a fork
+            _name(f"penstock-rank{message.start.rank_info.world_rank}")  # inherited by the fork
+            with warnings.catch_warnings():  # about threads: those of NumPy's OpenBLAS end before a fork
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
             if pid == 0:
-                for own in (connection.detach(), parent, *children):
-                    os.close(own)
+                for inherited in (connection.detach(), parent, *children):
+                    os.close(inherited)
                 _move([1, 2, *message.descriptors], received)
                 _run_worker(message)
             _name(SERVER_NAME)
@@ -297,12 +298,12 @@ def main() -> None:
 
 
 def _name(name: str) -> None:
-    """Name this process, as tools like ``ps`` and ``top`` show it."""
+    """Set the process name shown by ``ps`` and ``top``."""
     Path("/proc/self/comm").write_text(name)
 
 
 def _move(wanted: list[int], received: list[int]) -> None:
-    """Give each descriptor the number by which its message names it."""
+    """Renumber the received file descriptors as wanted."""
     free = max(*wanted, *received) + 1
     moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, free) for descriptor in received]
     for descriptor in received:
@@ -331,5 +332,5 @@ def _run_worker(message: _Fork) -> NoReturn:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError, ProcessLookupError):  # that process has ended
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError, ProcessLookupError):  # the parent has ended
         main()

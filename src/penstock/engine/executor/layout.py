@@ -1,4 +1,4 @@
-"""Where a rank is: its place among tensor-parallel ranks and pipeline stages, its node, and whom it talks to there."""
+"""Layout of ranks: tensor-parallel ranks, pipeline stages and nodes, and the connections between nodes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import msgspec
 
 
 class RankInfo(msgspec.Struct, frozen=True):
-    """A rank among all: ``rank`` of the ``size`` tensor-parallel ranks of a pipeline stage. Ranks are laid out on nodes
-    one after the other, the same number on each."""
+    """A rank of the layout: tensor-parallel rank ``rank`` (of ``size``) of pipeline stage ``stage`` (of ``stages``).
+    World ranks are assigned to the ``nnodes`` nodes in order, the same number to each."""
 
     rank: int = 0
     size: int = 1
@@ -33,61 +33,61 @@ class RankInfo(msgspec.Struct, frozen=True):
 
     @property
     def local_rank(self) -> int:
-        """Its number on its node."""
+        """Index of the rank on its node."""
         return self.world_rank % self.local_size
 
     @property
     def local_size(self) -> int:
-        """Number of ranks of each node."""
+        """Number of ranks per node."""
         return self.world_size // self.nnodes
 
     def at(self, world_rank: int) -> RankInfo:
-        """Another rank of the same world."""
+        """The rank with another world rank of the same layout."""
         stage, rank = divmod(world_rank, self.size)
         return RankInfo(rank, self.size, stage, self.stages, self.nnodes)
 
     def sends_to(self, other: RankInfo) -> bool:
-        """Whether this rank's outputs go to that one, of the same stage on another node. On each other node one rank
-        of the stage receives them, for all of its node."""
+        """True if ``other``, on another node, receives this rank's outputs within the stage. One rank per other node
+        receives them, for all ranks of the stage there."""
         if self.stage != other.stage or self.node == other.node:
             return False
-        own, others = self._stage_ranks_of(self.node), self._stage_ranks_of(other.node)
-        return others[own.index(self.world_rank) % len(others)] == other.world_rank
+        here, there = self._stage_ranks_on(self.node), self._stage_ranks_on(other.node)
+        return there[here.index(self.world_rank) % len(there)] == other.world_rank
 
     def precedes(self, other: RankInfo) -> bool:
-        """Whether that rank gets this one's hidden states."""
+        """True if ``other`` receives this rank's hidden states."""
         return self.stage + 1 == other.stage and self.rank == other.rank
 
     def is_connected_to(self, other: RankInfo) -> bool:
-        """Whether a connection between the two, which are on different nodes, is needed."""
+        """True if the two ranks are on different nodes and exchange data."""
         return self.node != other.node and (
             self.sends_to(other) or other.sends_to(self) or self.precedes(other) or other.precedes(self)
         )
 
-    def _stage_ranks_of(self, node: int) -> list[int]:
+    def _stage_ranks_on(self, node: int) -> list[int]:
         """World ranks of this stage on a node."""
         ranks = range(self.stage * self.size, (self.stage + 1) * self.size)
         return [rank for rank in ranks if rank // self.local_size == node]
 
 
 def ranks_of(size: int, stages: int, nnodes: int) -> list[RankInfo]:
-    """All ranks in their order."""
+    """All ranks, by world rank."""
     return [RankInfo(rank, size, stage, stages, nnodes) for stage in range(stages) for rank in range(size)]
 
 
 def connections(ranks: list[RankInfo]) -> Iterator[tuple[int, int]]:
-    """Pairs of world ranks on different nodes that are connected, the rank of the lower node first."""
+    """Pairs of connected world ranks on different nodes, the rank of the lower node first."""
     for lower in ranks:
         for higher in ranks:
             if lower.node < higher.node and lower.is_connected_to(higher):
                 yield lower.world_rank, higher.world_rank
 
 
-def meeting_point(memory: int, executor: int, stage: int) -> Path:
-    """The file by which the ranks of a stage with GPUs find each other.
+def rendezvous_file(memory: int, executor: int, stage: int) -> Path:
+    """Path of the rendezvous file of a stage's ranks with GPUs (``torch.distributed.FileStore``).
 
     Args:
-        memory: descriptor of what the ranks of the executor share.
-        executor: its process.
+        memory: file descriptor of the ranks' shared memory.
+        executor: process id of the executor.
     """
     return Path("/dev/shm") / f"penstock-ranks-{executor}-{os.fstat(memory).st_ino}-{stage}"

@@ -1,4 +1,4 @@
-"""The worker processes of one node, and what they share there."""
+"""The worker processes of one node, and their shared memory and rings."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from collections.abc import Mapping, Sequence
 from penstock.config.options import EngineOptions, LogOptions
 from penstock.core import Code, PenstockError
 
-from .layout import RankInfo, meeting_point
+from .layout import RankInfo, rendezvous_file
 from .messages import PeerSocket, Start
 from .poller import Poller
 from .rank_process import RankProcess
 from .ring import Descriptors
 
 RING_BYTES = 16 * 2**20
-"""Capacity of a ring. Longer messages are passed on in parts."""
+"""Capacity of a ring, bytes. Longer messages pass through it in parts."""
 CLOSE_TIMEOUT = 5.0
-"""Seconds that workers have to end after ``Close`` before they are killed."""
+"""Seconds after ``Close`` until workers that have not ended are killed."""
 NO_LINKS: Mapping[int, Sequence[PeerSocket]] = {}
 
 
 class LocalRanks:
-    """Starts the processes.
+    """Starts and ends the worker processes of this node's ranks.
 
     Args:
-        logs: how the workers set up their logs; None leaves logging alone.
-        ranks: of this node.
-        links: connections to ranks of other nodes, by world rank. The sockets are closed here in any case.
+        logs: logging of the workers; None: not configured.
+        ranks: ranks of this node.
+        links: connections to ranks on other nodes, by world rank. This process's copies of the sockets are closed.
 
-    Raises ``PenstockError`` where ``cpu_binding`` is not for so many ranks or these cores, and where several ranks have
-    no compiled kernels.
+    Raises ``PenstockError`` if ``cpu_binding`` does not match the number of ranks or this machine's cores, and for
+    several ranks without compiled kernels.
     """
 
     def __init__(
@@ -44,24 +44,24 @@ class LocalRanks:
         self._infos = ranks
         self._memory: int | None = None
         self.poller = Poller()
-        """Of all ranks' processes. Connections to other nodes may be added."""
+        """Waits for all ranks' processes. The caller may add connections to other nodes."""
         self.processes: list[RankProcess] = []
         rings: dict[int, Descriptors] = {}
-        """From the stage before, by world rank; for ranks whose stage before is on this node, too."""
+        """Rings from the previous pipeline stage on this node, by the receiver's world rank."""
         try:
             if ranks[0].world_size > 1:
-                from penstock.ops.cores import check_cores, cores_of_rank  # which brings PyTorch
+                from penstock.ops.cores import check_cores, cores_of_rank  # imports PyTorch
 
                 for info in ranks:
                     check_cores(cores_of_rank(options.cpu_binding, info.local_rank, info.local_size))
                 try:
                     from penstock.parallel.shared_memory import create_memory
                 except ImportError as error:
-                    words = (
-                        f"several ranks need the CPU kernels, which cannot be used here ({error}): install a compiler "
+                    message = (
+                        f"several ranks need the CPU kernels, which cannot be imported ({error}): install a compiler "
+                        "(apt install g++), then install penstock again with pip's --no-cache-dir"
                     )
-                    words += "(apt install g++), then penstock again, with pip's --no-cache-dir"
-                    raise PenstockError(Code.UNSUPPORTED, words, "tensor_parallel_size", 1) from error
+                    raise PenstockError(Code.UNSUPPORTED, message, "tensor_parallel_size", 1) from error
                 self._memory = create_memory(ranks[0].stages)
             for info in ranks:
                 if any(other.precedes(info) for other in ranks):
@@ -86,12 +86,13 @@ class LocalRanks:
             raise
         finally:
             for ring in rings.values():
-                ring.close()  # the workers have them
-            for each in [each for of_rank in links.values() for each in of_rank]:
-                os.close(each.descriptor)
+                ring.close()  # the workers have inherited them
+            for sockets in links.values():
+                for each in sockets:
+                    os.close(each.descriptor)
 
-    def places(self) -> list[tuple[int, int, int]]:
-        """How far each rank has come (``penstock.parallel.shared_memory.RankProgress``)."""
+    def progress(self) -> list[tuple[int, int, int]]:
+        """Progress of each rank (``penstock.parallel.shared_memory.RankProgress``)."""
         if self._memory is None:
             return [(0, 0, 0)]
         from penstock.parallel.shared_memory import rank_progress
@@ -99,26 +100,26 @@ class LocalRanks:
         return rank_progress(self._memory, [(info.stage, info.rank) for info in self._infos])
 
     def kill(self) -> None:
-        """End all processes at once."""
+        """Kill all processes."""
         for process in self.processes:
             process.kill()
 
-    def close(self, ask: bool = True, deadline: float | None = None) -> None:
-        """End the processes, and close what they share.
+    def close(self, send_close: bool = True, deadline: float | None = None) -> None:
+        """End the processes, and close their rings and shared memory.
 
         Args:
-            ask: send them ``Close``; else they have it.
-            deadline: until which they have time to end; None gives them ``CLOSE_TIMEOUT``.
+            send_close: send ``Close`` first; False if the processes have received it already.
+            deadline: time at which they are killed (monotonic clock); None: in ``CLOSE_TIMEOUT`` seconds.
         """
         deadline = time.monotonic() + CLOSE_TIMEOUT if deadline is None else deadline
-        if ask:
+        if send_close:
             for process in self.processes:
-                process.ask_to_end(deadline)
+                process.send_close(deadline)
         for process in self.processes:
             process.close(deadline)
         self.processes.clear()
         if self._memory is not None:
             for stage in {info.stage for info in self._infos}:
-                meeting_point(self._memory, os.getpid(), stage).unlink(missing_ok=True)
+                rendezvous_file(self._memory, os.getpid(), stage).unlink(missing_ok=True)
             os.close(self._memory)
             self._memory = None

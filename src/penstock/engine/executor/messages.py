@@ -1,4 +1,4 @@
-"""The messages between an executor and its worker process, encoded as MessagePack."""
+"""Messages between an executor and its worker processes, encoded as MessagePack."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .ring import Descriptors
 
 
 class PeerSocket(msgspec.Struct, frozen=True):
-    """A connection to a rank of another node, which the worker process inherits."""
+    """A connection to a rank on another node, inherited by the worker process."""
 
     descriptor: int
     rank: int
@@ -24,7 +24,7 @@ class PeerSocket(msgspec.Struct, frozen=True):
 
 
 class Start(msgspec.Struct, frozen=True):
-    """What a worker process reads on its standard input, as JSON."""
+    """Parameters of a worker process. Sent to the fork server as JSON."""
 
     options: EngineOptions
     logs: LogOptions | None
@@ -34,23 +34,23 @@ class Start(msgspec.Struct, frozen=True):
     """Process id of the executor."""
     rank_info: RankInfo = RankInfo()
     memory: int | None = None
-    """File descriptor of the memory that ranks share; None for a single rank."""
+    """File descriptor of the ranks' shared memory; None for a single rank."""
     previous: Descriptors | None = None
-    """Ring from the pipeline stage before."""
+    """Ring from the previous pipeline stage."""
     following: Descriptors | None = None
     """Ring to the next pipeline stage."""
     sockets: tuple[PeerSocket, ...] = ()
-    """Connections to ranks of other nodes: of the same stage, or the stages before and after."""
+    """Connections to ranks on other nodes, of the same pipeline stage and of the previous and next ones."""
 
 
 class GrammarBitmask(msgspec.Struct, tag=True):
-    """The grammar bitmask of the ``StepInput`` sent just before, in the form of ``Executor.submit``."""
+    """The grammar bitmask of the preceding ``StepInput`` (see ``Executor.submit``)."""
 
     bitmask: np.ndarray
 
 
 class Call(msgspec.Struct, tag=True):
-    """``Executor.call``, answered with a ``CallReply`` of the same number, perhaps after other messages."""
+    """A call (``Executor.call``). The ``CallReply`` with the same number may follow other messages."""
 
     number: int
     call: WorkerCall
@@ -61,26 +61,26 @@ class Close(msgspec.Struct, tag=True):
 
 
 class Failed(msgspec.Struct, tag=True):
-    """An error in the worker, whose log has the traceback unless it is a ``PenstockError``."""
+    """An error in the worker. The worker logs the traceback unless it is a ``PenstockError``."""
 
-    words: str
+    message: str
     failure: Failure | None = None
-    """Of a ``PenstockError``."""
+    """Set for a ``PenstockError``."""
 
 
 class StepReply(msgspec.Struct, tag=True):
-    """The answer to ``StepInput``: its output, or ``failed``."""
+    """The reply to ``StepInput``: either ``output`` or ``failed``."""
 
     output: StepOutput | None = None
     failed: Failed | None = None
 
 
 class CallReply(msgspec.Struct, tag=True):
-    """The answer to ``Call``."""
+    """The reply to ``Call``."""
 
     number: int
     value: Any = None
-    """The answer, of which structs are plain dictionaries."""
+    """Result of the call, with structs as dictionaries."""
     failed: Failed | None = None
 
 

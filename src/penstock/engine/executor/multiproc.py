@@ -1,4 +1,4 @@
-"""The executor with a worker in a process of its own, whose crash or hang leaves the engine's process running."""
+"""The executor with worker processes. The engine's process survives a worker's crash or hang."""
 
 from __future__ import annotations
 
@@ -36,50 +36,43 @@ from ..step import (
 from ..step_statistics import FIRST_STEP_TIMEOUT_FACTOR, StepTimes
 from .base import Executor, StepFailedError, WorkerLostError
 from .local_ranks import CLOSE_TIMEOUT, LocalRanks
-from .messages import (
-    Call,
-    CallReply,
-    Failed,
-    GrammarBitmask,
-    StepReply,
-    ToWorker,
-    from_worker,
-)
+from .messages import Call, CallReply, Failed, GrammarBitmask, StepReply, ToWorker, from_worker
 from .poller import PeerLostError
 from .rank_process import RankProcess
 from .remote_node import RemoteNode, RemoteRank
 from .rendezvous import Links, all_ranks, gather_nodes
 
 LOAD_TIMEOUT = 1800.0
-"""Seconds that a worker may take to load its model, or an adapter."""
+"""Maximum seconds to load a model or an adapter."""
 TIMEOUT_FACTOR = 0.9
-"""Part of ``engine_iteration_timeout`` after which a worker is killed, so that the engine can name the worker before
-the engine is itself killed for not answering."""
-NAMING_TIMEOUT, NAMING_POLL = 2.0, 0.01
-"""Seconds that the cause is waited for where ranks have ended since others had, and between two looks."""
+"""Fraction of ``engine_iteration_timeout`` after which workers are killed. Below 1, so that the engine reports the
+worker before the engine is itself killed for not answering."""
+CAUSE_TIMEOUT, CAUSE_POLL = 2.0, 0.01
+"""If ranks ended because they lost another rank: seconds to wait for that rank's end, and polling interval."""
 
 
 class _PendingCall(msgspec.Struct):
-    """A call that not all ranks have answered."""
+    """A call that some ranks have not answered yet."""
 
     call: WorkerCall
     future: Future[Any]
     answers: dict[int, CallReply] = {}
-    """Answers so far, by rank."""
+    """Replies received so far, by world rank."""
 
 
 class MultiprocExecutor(Executor):
-    """A worker process for each rank, connected by shared memory, and by TCP to those of other nodes. All get the same
-    messages; the first rank of the last pipeline stage answers steps.
+    """Executor with one worker process per rank, connected by shared memory, and by TCP to other nodes.
 
-    A worker that takes ``engine_iteration_timeout`` longer than its steps should, or ends, is named by
-    ``WorkerLostError``, and all workers are killed.
+    All ranks receive the same messages. The first rank of the last pipeline stage replies to steps.
+
+    If a worker ends, or exceeds the expected time of its steps by ``engine_iteration_timeout``, all workers are
+    killed, and ``WorkerLostError`` names it.
 
     Args:
-        options: of the engine.
-        logs: how the workers set up their logs; None leaves logging alone, as in an application's own process.
-        secret: of the nodes; None reads ``cluster_secret_file``.
-        check: raises where it is of no use to wait for other nodes any more.
+        options: options of the engine.
+        logs: logging of the workers; None: not configured, as when used as a library.
+        secret: secret shared by the nodes; None: read from ``cluster_secret_file``.
+        check: called while waiting for other nodes; raises to stop waiting.
     """
 
     def __init__(
@@ -92,15 +85,15 @@ class MultiprocExecutor(Executor):
         self._options = options
         self._times = StepTimes(FIRST_STEP_TIMEOUT_FACTOR * options.engine_iteration_timeout)
         self._steps: deque[tuple[int, float]] = deque()
-        """Number of tokens and time of submission of each step in flight, the oldest first."""
+        """Number of tokens and submission time of each step in flight, oldest first."""
         self._outputs: deque[StepReply] = deque()
         self._calls: dict[int, _PendingCall] = {}
-        """Calls that not all ranks have answered, by number."""
+        """Unfinished calls, by number."""
         self._num_calls = 0
         self._last_collected = 0.0
-        """Time when a step was last collected."""
+        """Time at which the last step was collected."""
         self._num_abandoned = 0
-        """Steps in flight whose outputs are to be dropped, as their ``collect`` was interrupted."""
+        """Number of steps in flight whose output is dropped, as their ``collect`` was interrupted."""
         nodes: list[RemoteNode] = []
         links: Links = {}
         infos = all_ranks(options)
@@ -114,17 +107,17 @@ class MultiprocExecutor(Executor):
             raise
         self._local, self._nodes = local, nodes
         self._finalizer = weakref.finalize(self, _shut_down, local, nodes, os.getpid())
-        """Ends the workers; called by ``close``, and when this object is garbage-collected."""
+        """Ends the workers. Called by ``close`` and by garbage collection."""
         for node in nodes:
             node.join(local.poller)
         remote = [rank for node in nodes for rank in node.ranks]
         self._ranks: list[RankProcess | RemoteRank] = [*local.processes, *remote]
         self._last_stage = self._ranks[-options.tensor_parallel_size]
-        """Its first rank, which replies to steps."""
+        """First rank of the last pipeline stage, which replies to steps."""
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers, by rank."""
+        """Process ids of the workers, in rank order."""
         return [rank.pid for rank in self._ranks]
 
     def submit(self, step: StepInput, grammar_bitmask: Future[np.ndarray] | None = None) -> None:
@@ -146,7 +139,7 @@ class MultiprocExecutor(Executor):
         try:
             while not self._outputs:
                 self._receive(self._last_stage, self._deadline(self._tokens))
-        except KeyboardInterrupt:  # the caller abandons the step, whose output comes all the same
+        except KeyboardInterrupt:  # the caller abandons the step, but its output still arrives
             self._steps.popleft()
             self._num_abandoned += 1
             raise
@@ -193,7 +186,7 @@ class MultiprocExecutor(Executor):
         return sum(tokens for tokens, _ in self._steps)
 
     def _deadline(self, tokens: int) -> float:
-        """Time by which an answer must come that the worker gives after computing so many tokens."""
+        """Time by which a worker must have answered, if it first computes this many tokens."""
         timeout = TIMEOUT_FACTOR * self._options.engine_iteration_timeout
         return time.monotonic() + self._times.expected(tokens) + timeout if timeout else float("inf")
 
@@ -207,7 +200,7 @@ class MultiprocExecutor(Executor):
                 to.send(encoded, deadline)
         except (TimeoutError, PeerLostError) as error:
             self._lost(error, to)
-        except KeyboardInterrupt:  # parts of the message may have been written
+        except KeyboardInterrupt:  # the message may be partly written
             self._kill()
             raise
 
@@ -232,8 +225,8 @@ class MultiprocExecutor(Executor):
                     pending.future.set_exception(error)
 
     def _combined(self, pending: _PendingCall) -> Any:
-        """The answer of all ranks to a call: rank 0's, unless they have different parts of it. Raises the error of a
-        rank that failed, and ``PenstockError`` where ranks differ that must not."""
+        """Combine the ranks' results of a call: rank 0's, unless each rank has a part. Raises the error of a rank that
+        failed, and ``PenstockError`` if results differ that must be equal."""
         answers = [pending.answers[rank.rank] for rank in self._ranks]
         for rank, answer in zip(self._ranks, answers, strict=True):
             if answer.failed:
@@ -245,48 +238,46 @@ class MultiprocExecutor(Executor):
             case ProfileMemory():
                 return _smallest([msgspec.convert(value, MemoryProfile) for value in values])
             case LoadLoRA(path=path) | LoadWeights(path) if any(value != values[0] for value in values):
-                what, field = ("adapters", "lora_path") if isinstance(pending.call, LoadLoRA) else ("weights", "path")
-                words = f"the ranks have read different {what} from {path}: put the same files on all nodes"
-                raise invalid(field, words)
+                kind, field = ("adapters", "lora_path") if isinstance(pending.call, LoadLoRA) else ("weights", "path")
+                raise invalid(field, f"the ranks read different {kind} from {path}: put the same files on all nodes")
             case ReadExpertLoad():  # pipeline stages have different layers
                 return {layer: counts for layers in values for layer, counts in layers.items()}
         return values[0]
 
     def _same_model(self, infos: list[ModelInfo]) -> ModelInfo:
-        """The model that all ranks have loaded. Raises ``PenstockError`` where one computes otherwise."""
+        """Return the model loaded by all ranks. Raises ``PenstockError`` if a rank's differs from rank 0's."""
         info = infos[0]
         for rank, other in zip(self._ranks, infos, strict=True):
-            if self._options.nnodes > 1:  # one may lack weights of another's stages; files were compared
+            if self._options.nnodes > 1:  # a node may lack other stages' weights; files were compared when it joined
                 other = msgspec.structs.replace(other, weights_version=info.weights_version)
             if other != info:
                 names = [name for name in info.__struct_fields__ if getattr(info, name) != getattr(other, name)]
                 differences = [f"{name} {getattr(other, name)} there and {getattr(info, name)} here" for name in names]
-                words = f"{rank} computes otherwise than rank 0: {', '.join(differences)}"
-                raise PenstockError(Code.UNAVAILABLE, words)
+                raise PenstockError(Code.UNAVAILABLE, f"{rank} differs from rank 0: {', '.join(differences)}")
         return info
 
     def _lost(self, error: Exception, awaited: RankProcess | RemoteRank | RemoteNode) -> NoReturn:
-        """Kill all workers, and raise ``WorkerLostError`` that names who has ended, or is the slowest."""
-        words = self._ended() if isinstance(error, PeerLostError) else self._ended(0)
-        if not words:
+        """Kill all workers and raise ``WorkerLostError``, which names the worker that ended or is the slowest."""
+        message = self._ended() if isinstance(error, PeerLostError) else self._ended(0)
+        if not message:
             computes = self._steps or any(isinstance(call.call, Propose) for call in self._calls.values())
             late = self._slowest() if computes else awaited
-            words = f"{late} has not answered in time and was killed (--engine-iteration-timeout)"
+            message = f"{late} has not answered in time and was killed (--engine-iteration-timeout)"
             if isinstance(late, RemoteNode):
-                words = f"{late.name} has not answered in time (--engine-iteration-timeout)"
+                message = f"{late.name} has not answered in time (--engine-iteration-timeout)"
         self._kill()
-        lost = WorkerLostError(words)
+        lost = WorkerLostError(message)
         for pending in self._calls.values():
             pending.future.set_exception(lost)
         self._calls.clear()
         raise lost from error
 
-    def _ended(self, patience: float = NAMING_TIMEOUT) -> str:
-        """Who has ended, and why; empty where nobody has. A rank that has lost its connection to another node's is not
-        the cause, which is waited for."""
-        deadline = time.monotonic() + patience
+    def _ended(self, timeout: float = CAUSE_TIMEOUT) -> str:
+        """Describe which worker or node ended, and why; empty if none has. If a rank ended because it lost its
+        connection to another node's rank, wait up to ``timeout`` seconds for that rank's end, which is the cause."""
+        deadline = time.monotonic() + timeout
         while True:
-            reasons: dict[str, bool] = {}  # and whether the cause may be another
+            reasons: dict[str, bool] = {}  # description: True if another failure caused it
             for process in self._local.processes:
                 if process.end_reason is not None:
                     reasons[f"{process} ended: {process.end_reason}"] = process.returncode == LINK_LOST
@@ -297,20 +288,20 @@ class MultiprocExecutor(Executor):
                     reasons[f"{rank} ended: {ended.reason}"] = ended.lost_link
                 elif node.lost:
                     reasons[f"the connection to {node.name} is lost: {node.lost.lower()}"] = False
-            causes = [reason for reason, elsewhere in reasons.items() if not elsewhere]
+            causes = [reason for reason, is_consequence in reasons.items() if not is_consequence]
             if causes or time.monotonic() > deadline:
                 return next(iter(causes or reasons), "")
-            time.sleep(NAMING_POLL)
+            time.sleep(CAUSE_POLL)
 
     def _slowest(self) -> RankProcess | RemoteRank | RemoteNode:
-        """The rank that is behind the others; a node that does not tell."""
-        found = [*self._local.places()]
+        """The rank with the least progress, or a node that does not report its ranks' progress."""
+        progress = [*self._local.progress()]
         for node in self._nodes:
-            places = node.places()
-            if places is None:
+            of_node = node.progress()
+            if of_node is None:
                 return node
-            found += places
-        return self._ranks[found.index(min(found))]
+            progress += of_node
+        return self._ranks[progress.index(min(progress))]
 
     def _kill(self) -> None:
         for node in self._nodes:
@@ -319,7 +310,7 @@ class MultiprocExecutor(Executor):
 
 
 def _smallest(profiles: list[MemoryProfile]) -> MemoryProfile:
-    """One that has as many blocks as the rank with the fewest. Blocks of pipeline stages differ in size."""
+    """The profile with room for as many blocks as the rank with the fewest. Block sizes of pipeline stages differ."""
     block_bytes = max(profile.block_bytes for profile in profiles)
     return MemoryProfile(
         free=int(min(profile.free / profile.block_bytes for profile in profiles) * block_bytes),
@@ -330,20 +321,20 @@ def _smallest(profiles: list[MemoryProfile]) -> MemoryProfile:
 
 
 def _error(failed: Failed, rank: RankProcess | RemoteRank) -> Exception:
-    """The error, with the node where it is another one."""
+    """The exception for a failed rank; the message names the node of a remote rank."""
     where = f"{rank.node.name}: " if isinstance(rank, RemoteRank) else ""
     if failed.failure:
         return PenstockError.of(msgspec.structs.replace(failed.failure, message=where + failed.failure.message))
-    return StepFailedError(where + failed.words)
+    return StepFailedError(where + failed.message)
 
 
 def _shut_down(local: LocalRanks, nodes: list[RemoteNode], owner: int) -> None:
-    """End the workers, and close what connects them."""
-    if os.getpid() != owner:  # a fork of the process that has started them
+    """End the workers and close the connections to them."""
+    if os.getpid() != owner:  # in a fork of the process that started them
         return
     deadline = time.monotonic() + CLOSE_TIMEOUT
     for node in nodes:
-        node.ask_to_end(deadline)
+        node.send_close(deadline)
     local.close(deadline=deadline)
     for node in nodes:
         node.close(deadline)

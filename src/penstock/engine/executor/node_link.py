@@ -1,10 +1,8 @@
-"""A connection between two nodes: authenticated by their cluster's secret, then messages of any length both ways.
+"""An authenticated TCP connection between two nodes, with messages of any length in both directions. Not encrypted.
 
-What is sent is not encrypted.
-
-Why not ZeroMQ with CURVE, as between routers and engines: sockets of ranks and of KV transfers need this handshake and
-a listener all the same, which ZeroMQ cannot share, so that node 0 would need a second port; a ``ROUTER`` does not
-report which peer it has lost; and ZeroMQ has one limit on messages, before authentication and after it.
+ZeroMQ with CURVE, as used between routers and engines, does not suit here: sockets of ranks and of KV transfers need
+this handshake and a listener anyway, which ZeroMQ cannot share, so node 0 would need a second port; a ``ROUTER`` does
+not report which peer is lost; and ZeroMQ has a single limit on message sizes, before and after authentication.
 """
 
 from __future__ import annotations
@@ -23,38 +21,38 @@ from penstock.version import __version__
 from .poller import MAX_POLL, Poller
 
 HANDSHAKE_TIMEOUT = 10.0
-"""Seconds that a peer has to prove that it knows the secret."""
+"""Maximum seconds of the authentication."""
 MAX_HANDSHAKE_BYTES = 1024
-"""Maximum size of a message before that."""
+"""Maximum size of a message before the peer is authenticated, bytes."""
 MAX_NODE_MESSAGE = 2**20
-"""Maximum size of a message that is not one of the workers'."""
+"""Maximum size of a message between nodes (not relayed for workers), bytes."""
 HEADER = 12
-"""Bytes before a message: its length (8, little-endian) and its channel (4, signed)."""
+"""Size of a message's header, bytes: length (8, little-endian) and channel (4, little-endian, signed)."""
 NODE, ALL_RANKS = -1, -2
-"""Channels: of the nodes themselves, and of all ranks of a node. Others are the numbers of ranks."""
+"""Channels for messages to or from the node itself, and to all its ranks. Other channels are world ranks."""
 RECEIVE_BYTES = 2**20
 NODES = "penstock nodes 1"
 """Protocol of the connections between nodes."""
 DEFAULT_TIMEOUT = 60.0
-"""``engine_iteration_timeout`` for connections where there is none."""
+"""Timeout of connections if ``engine_iteration_timeout`` is 0, seconds."""
 
 MAX_KEEPALIVE, MAX_KEEPALIVE_PROBES = 32767, 127
-"""The kernel's: seconds between two probes, and their number."""
-STRANGER = "is no node of Penstock"
+"""The kernel's maximum seconds between two keepalive probes, and maximum number of probes."""
+NOT_A_NODE = "is not a Penstock node"
 
 T = TypeVar("T")
 
 
 class NodeLostError(ConnectionError):
-    """The connection is lost, or was closed."""
+    """The connection is lost or was closed."""
 
 
 class SecretError(Exception):
-    """The peer has another secret, or is no node of this kind. The message says which."""
+    """The peer has another secret, or does not speak this protocol. The message is a predicate about the peer."""
 
 
 class Challenge(msgspec.Struct, frozen=True):
-    """The first message: from whoever was connected to."""
+    """The first message, from the listening end."""
 
     nonce: bytes
     version: str = __version__
@@ -62,7 +60,7 @@ class Challenge(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """The answer to a challenge, of whoever has connected."""
+    """The connecting end's answer to a ``Challenge``."""
 
     nonce: bytes
     proof: bytes
@@ -70,18 +68,16 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """The answer to that. ``proof`` is empty where the connection is refused."""
+    """The listening end's answer to an ``Answer``. ``proof`` is empty if the connection is refused."""
 
     proof: bytes = b""
 
 
 class NodeLink:
-    """One end of a connection.
+    """One end of a connection. Methods raise ``NodeLostError`` if the connection is lost.
 
     Args:
-        connected: socket, which is this object's from now on.
-
-    Methods raise ``NodeLostError`` where the connection is lost.
+        connected: connected socket. This object takes ownership of it.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -90,14 +86,14 @@ class NodeLink:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._received = bytearray()
         self.limit = MAX_HANDSHAKE_BYTES
-        """Maximum size of a message."""
+        """Maximum size of a received message, bytes."""
         self.version = ""
-        """Penstock's version at the other end, once authenticated."""
+        """Penstock's version at the other end; empty until it is authenticated."""
         self.host, self.port = connected.getpeername()[:2]
 
     @property
     def descriptor(self) -> int:
-        """Readable when something may have arrived."""
+        """File descriptor that is readable when data may have arrived."""
         return self.socket.fileno()
 
     def send(
@@ -106,9 +102,9 @@ class NodeLink:
         """Send a message.
 
         Args:
-            deadline: on the monotonic clock. Raises ``TimeoutError`` where it has not been sent until then; no other
-                can be sent after it.
-            poller: waits until there is room; None waits for this connection alone.
+            deadline: time (monotonic clock) by which it must be sent. Otherwise raises ``TimeoutError``, and no other
+                message can be sent after that.
+            poller: used to wait for room in the socket's buffer; None: wait for this connection alone.
         """
         left = memoryview(len(message).to_bytes(8, "little") + channel.to_bytes(4, "little", signed=True) + message)
         while left:
@@ -125,7 +121,7 @@ class NodeLink:
                 self._wait(select.POLLOUT, deadline)
 
     def fetch(self) -> bool:
-        """Read what has arrived, without waiting. Returns whether there was anything."""
+        """Read arrived data, without waiting. Returns True if there was any."""
         try:
             data = self.socket.recv(RECEIVE_BYTES)
         except BlockingIOError:
@@ -138,18 +134,18 @@ class NodeLink:
         return True
 
     def take(self) -> tuple[int, bytes] | None:
-        """Channel and contents of the next message that was read whole; None where there is none.
+        """Channel and contents of the next complete message; None if there is none.
 
-        Raises ``SecretError`` for one that is too long where the peer is not authenticated yet.
+        Raises ``SecretError`` if the message exceeds ``limit`` and the peer is not authenticated yet.
         """
         if len(self._received) < HEADER:
             return None
         size = int.from_bytes(self._received[:8], "little")
         channel = int.from_bytes(self._received[8:HEADER], "little", signed=True)
         if size > self.limit and not self.version:
-            raise SecretError(STRANGER)
+            raise SecretError(NOT_A_NODE)
         if size > self.limit:
-            raise NodeLostError(f"it sends {size} bytes, where {self.limit} are the most")
+            raise NodeLostError(f"it sent a message of {size} bytes, more than the limit of {self.limit}")
         if len(self._received) < HEADER + size:
             return None
         message = bytes(self._received[HEADER : HEADER + size])
@@ -157,7 +153,7 @@ class NodeLink:
         return channel, message
 
     def receive(self, deadline: float = float("inf")) -> bytes:
-        """Wait for the next message of the nodes themselves. Raises ``TimeoutError``."""
+        """Wait for the next message on any channel. Raises ``TimeoutError``."""
         while True:
             if taken := self.take():
                 return taken[1]
@@ -173,8 +169,7 @@ class NodeLink:
         waited.poll(min(left, MAX_POLL) * 1000)
 
     def keep_alive(self, timeout: float) -> None:
-        """Have the kernel give the connection up where the other end's machine does not answer for about
-        ``timeout`` seconds."""
+        """Make the kernel drop the connection if the peer's machine does not answer for about ``timeout`` seconds."""
         _keep_alive(self.socket, timeout)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(min(timeout * 1000, 2**31 - 1)))
 
@@ -183,8 +178,8 @@ class NodeLink:
 
 
 def keep_rank_link_alive(connected: socket.socket, timeout: float) -> None:
-    """The same for a connection between ranks. Who computes a long step may leave what was sent to it unread: that is
-    not given up, but left to the executor's deadlines."""
+    """Like ``NodeLink.keep_alive`` for a connection between ranks, but data may stay unread without limit: a rank in a
+    long step does not read. The executor's deadlines apply instead."""
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     _keep_alive(connected, timeout)
 
@@ -201,8 +196,8 @@ def _keep_alive(connected: socket.socket, timeout: float) -> None:
 
 
 # --- Authentication ---------------------------------------------------------------------------------------------------
-# Both prove by HMAC-SHA256 over both nonces that they know the secret (challenge–response). Whoever connects does so
-# first, so that the other one tells strangers nothing.
+# Both ends prove with an HMAC-SHA256 of both nonces that they know the secret (challenge–response). The connecting end
+# proves it first, so that the listening end discloses nothing to strangers.
 
 
 def _proof(secret: bytes, role: bytes, challenge: Challenge, answer_nonce: bytes) -> bytes:
@@ -210,8 +205,8 @@ def _proof(secret: bytes, role: bytes, challenge: Challenge, answer_nonce: bytes
 
 
 def accept(connected: socket.socket, secret: bytes, protocol: str = NODES) -> NodeLink:
-    """Authenticate whoever has connected for ``protocol``. Raises ``SecretError``, ``NodeLostError`` or
-    ``TimeoutError``, and closes the connection then."""
+    """Authenticate the peer of an accepted connection. On failure closes the connection, and raises ``SecretError``,
+    ``NodeLostError`` or ``TimeoutError``."""
     link, deadline = NodeLink(connected), time.monotonic() + HANDSHAKE_TIMEOUT
     try:
         challenge = send_challenge(link, protocol)
@@ -223,14 +218,14 @@ def accept(connected: socket.socket, secret: bytes, protocol: str = NODES) -> No
 
 
 def send_challenge(link: NodeLink, protocol: str) -> Challenge:
-    """The first part of ``accept``; the answer is the next message. Does not wait."""
+    """First part of ``accept``: send the challenge, without waiting for the answer."""
     challenge = Challenge(os.urandom(32), protocol=protocol)
     link.send(msgspec.msgpack.encode(challenge), deadline=time.monotonic())
     return challenge
 
 
 def check_answer(link: NodeLink, challenge: Challenge, message: bytes, secret: bytes) -> None:
-    """The second part of ``accept``, with the answer. Does not wait. Raises ``SecretError``."""
+    """Second part of ``accept``: check the encoded answer, and send the verdict. Raises ``SecretError``."""
     answer = _decode(message, Answer)
     known = hmac.compare_digest(answer.proof, _proof(secret, b"connects", challenge, answer.nonce))
     proof = _proof(secret, b"listens", challenge, answer.nonce) if known and len(answer.nonce) == 32 else b""
@@ -245,17 +240,15 @@ def connect(
 ) -> NodeLink:
     """Connect, and authenticate both ends.
 
-    Raises ``SecretError``, and ``OSError`` (``NodeLostError`` and ``TimeoutError`` are) where nobody answers.
+    Raises ``SecretError``, and ``OSError`` (as ``NodeLostError`` and ``TimeoutError``) if the peer does not answer.
     """
     deadline = time.monotonic() + timeout
     link = NodeLink(socket.create_connection(address, timeout))
     try:
         challenge = _decode(link.receive(deadline), Challenge)
         if challenge.protocol != protocol:
-            words = (
-                f"runs Penstock {challenge.version}, and this node {__version__}: install the same version on all nodes"
-            )
-            raise SecretError(words)
+            versions = f"runs Penstock {challenge.version}, and this node {__version__}"
+            raise SecretError(f"{versions}: install the same version on all nodes")
         nonce = os.urandom(32)
         answer = Answer(nonce, _proof(secret, b"connects", challenge, nonce))
         link.send(msgspec.msgpack.encode(answer), deadline=deadline)
@@ -273,4 +266,4 @@ def _decode(message: bytes, kind: type[T]) -> T:
     try:
         return msgspec.msgpack.decode(message, type=kind)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise SecretError(STRANGER) from error
+        raise SecretError(NOT_A_NODE) from error

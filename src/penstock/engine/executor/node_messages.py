@@ -1,4 +1,4 @@
-"""The messages between nodes, encoded as MessagePack, besides those that they pass on between executor and workers."""
+"""Messages between nodes, encoded as MessagePack. Messages between executor and workers are in ``messages``."""
 
 from __future__ import annotations
 
@@ -9,79 +9,82 @@ import msgspec
 from penstock.config.options import EngineOptions
 
 NODE_READY = "ready: node"
-"""Begins the line in a node's log once its ranks have loaded the model."""
+"""Start of the line that a node logs once its ranks have loaded the model."""
 
 
 class Join(msgspec.Struct, tag=True, frozen=True):
-    """The first message of a node to node 0."""
+    """A node's first message to node 0."""
 
     node_rank: int
     options: EngineOptions
     model: dict[str, str]
-    """Identifies the contents of each file of its checkpoint, which may lack weights of other nodes' stages."""
+    """Digests of the node's checkpoint (``model_digests``). Files with weights of other stages may be absent."""
     host_name: str
     port: int
-    """TCP port on which it accepts connections of nodes with higher numbers, at the address that it connects from."""
+    """TCP port for connections from nodes with higher ranks, at the address from which this node connects."""
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """The answer to a node that cannot take part, or of one that cannot start its ranks."""
+    """The node may not join. Sent by a node: it cannot start its ranks."""
 
     reason: str
     retry: bool = False
-    """Whether it may take part later."""
+    """True if the node may join later."""
 
 
 class StartRanks(msgspec.Struct, tag=True, frozen=True):
-    """The answer to ``Join`` once all nodes have joined: connect to the others, and start the ranks."""
+    """All nodes have joined: connect the ranks to those of other nodes, and start them."""
 
     session: bytes
-    """Identifies this start among others."""
+    """Random id of this start."""
     options: EngineOptions
     addresses: list[tuple[str, int]]
-    """Of all nodes; the first one's is a placeholder, as each node knows it."""
+    """Host and port of each node. The first is a placeholder: all nodes know node 0's."""
 
 
 class LinkRanks(msgspec.Struct, tag=True, frozen=True):
-    """The only message on a connection between two ranks before it is theirs."""
+    """First message on a connection between two ranks, which use it from then on."""
 
     session: bytes
     lower: int
-    """World rank on the node that was connected to."""
+    """World rank on the listening node."""
     higher: int
+    """World rank on the connecting node."""
 
 
 class RanksStarted(msgspec.Struct, tag=True, frozen=True):
-    """The answer to ``StartRanks``, with the ranks' process ids."""
+    """The reply to ``StartRanks``."""
 
     pids: list[int]
+    """Process ids of the node's ranks."""
 
 
 class RankEnded(msgspec.Struct, tag=True, frozen=True):
-    """A rank's process has ended, and the connection ends with this message."""
+    """The process of a rank has ended. The last message on the connection."""
 
     rank: int
     reason: str
     lost_link: bool
-    """Whether the cause is elsewhere."""
+    """True if it ended because it lost its connection to a rank on another node (``LINK_LOST``)."""
 
 
-class GetPlaces(msgspec.Struct, tag=True, frozen=True):
-    """Asks a node how far its ranks have come."""
+class GetProgress(msgspec.Struct, tag=True, frozen=True):
+    """Requests a node's ``RankProgress``."""
 
 
-class Places(msgspec.Struct, tag=True, frozen=True):
-    """The answer to ``GetPlaces``, for each rank of the node (``penstock.parallel.shared_memory.rank_progress``)."""
+class RankProgress(msgspec.Struct, tag=True, frozen=True):
+    """The reply to ``GetProgress``."""
 
-    places: list[tuple[int, int, int]]
+    progress: list[tuple[int, int, int]]
+    """Progress of each rank of the node (``penstock.parallel.shared_memory.RankProgress``)."""
 
 
-Message = Join | Refused | StartRanks | LinkRanks | RanksStarted | RankEnded | GetPlaces | Places
+Message = Join | Refused | StartRanks | LinkRanks | RanksStarted | RankEnded | GetProgress | RankProgress
 encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Message)
 
 
 def decode(message: bytes) -> Message:
-    """Raises ``msgspec.MsgspecError``, as for a message of another version."""
+    """Decode a message. Raises ``msgspec.MsgspecError``, as for a message of another version."""
     decoded: Message = _decoder.decode(message)
     return decoded

@@ -1,5 +1,5 @@
-"""The process of a node other than the first, without a server: starts its ranks when node 0 asks it to, and passes on
-what node 0 and the ranks send each other."""
+"""The process of a node other than node 0. It starts its ranks for node 0, and relays messages between node 0 and the
+ranks."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .messages import Close
 from .node_link import ALL_RANKS, DEFAULT_TIMEOUT, NodeLink, NodeLostError, SecretError, connect
 from .node_messages import (
     NODE_READY,
-    GetPlaces,
+    GetProgress,
     Join,
-    Places,
     RankEnded,
+    RankProgress,
     RanksStarted,
     Refused,
     StartRanks,
@@ -38,12 +38,12 @@ from .poller import PeerLostError
 from .rank_process import RankProcess
 from .remote_node import MAX_MESSAGE
 from .rendezvous import (
-    OWN_OPTIONS,
+    PER_NODE_OPTIONS,
     POLL,
     Links,
     Listener,
-    Progress,
     UnreachableError,
+    WaitLog,
     accept_links,
     all_ranks,
     check_nodes,
@@ -56,20 +56,20 @@ logger = logging.getLogger(__name__)
 
 CLOSE = encoder.encode(Close())
 RETRY = 2.0
-"""Seconds until a node that could not take part yet tries again."""
+"""Seconds until a node that was refused for now tries again."""
 START_REPLIES = 3
-"""Messages of a rank while it starts: the answers to ``Load``, ``Profile`` and ``InitCache``."""
+"""Number of a rank's replies during its start: to ``LoadModel``, ``ProfileMemory`` and ``InitCache``."""
 
 
 class NodeProcess:
     """A node with ``node_rank`` 1 or more.
 
     Args:
-        options: of the engine, as on node 0; the model's folder, the weight cache, threads and cores are this node's.
-        logs: how the workers set up their logs; None leaves logging alone.
-        secret: of the cluster; None reads ``cluster_secret_file``.
+        options: options of the engine, as on node 0, with this node's ``PER_NODE_OPTIONS``.
+        logs: logging of the workers; None: not configured.
+        secret: secret shared by the nodes; None: read from ``cluster_secret_file``.
 
-    Raises ``PenstockError`` where the options, the secret or the checkpoint do not allow a start.
+    Raises ``PenstockError`` if the options, the secret or the checkpoint are invalid.
     """
 
     def __init__(self, options: EngineOptions, logs: LogOptions | None = None, secret: bytes | None = None) -> None:
@@ -83,10 +83,10 @@ class NodeProcess:
         self._stopped = threading.Event()
 
     def run(self) -> None:
-        """Take part in one engine of node 0 after the other until ``stop``.
+        """Join node 0's engines, one after another, until ``stop``.
 
-        Raises ``PenstockError``: ``unavailable`` where node 0 does not answer for ``node_timeout`` seconds, ``invalid``
-        where it refuses this node.
+        Raises ``PenstockError``: ``unavailable`` if node 0 does not answer for ``node_timeout`` seconds, ``invalid``
+        if it refuses this node.
         """
         while not self._stopped.is_set():
             link = self._connect()
@@ -105,12 +105,12 @@ class NodeProcess:
                         self._stopped.wait(POLL)
 
     def stop(self) -> None:
-        """Have ``run`` return, from another thread."""
+        """Make ``run`` return. Called from another thread."""
         self._stopped.set()
 
     def _connect(self) -> NodeLink | None:
-        """A connection to node 0, once it answers; None after ``stop``."""
-        progress = Progress(self._options.node_timeout)
+        """Wait for node 0 and connect to it; None after ``stop``."""
+        wait_log = WaitLog(self._options.node_timeout)
         while not self._stopped.is_set():
             try:
                 return connect(self._master, self._secret)
@@ -118,16 +118,16 @@ class NodeProcess:
                 raise PenstockError(Code.INVALID, f"{self._where} {error}", "cluster_secret_file") from error
             except OSError as error:
                 reason = error.strerror or str(error) or "no answer"
-            if progress.overdue:
-                words = f"{self._where} has not answered within {self._options.node_timeout:g} seconds (--node-timeout)"
-                raise PenstockError(Code.UNAVAILABLE, f"{words}: {reason.lower()}", "master_addr")
-            progress.say(lambda: f"waiting for {self._where}: {reason.lower()}")  # noqa: B023
+            if wait_log.overdue:
+                timeout = f"{self._options.node_timeout:g} seconds (--node-timeout)"
+                message = f"{self._where} has not answered within {timeout}: {reason.lower()}"
+                raise PenstockError(Code.UNAVAILABLE, message, "master_addr")
+            wait_log.log(lambda: f"waiting for {self._where}: {reason.lower()}")  # noqa: B023
             self._stopped.wait(POLL)
         return None
 
     def _take_part(self, link: NodeLink) -> bool:
-        """Take part in one engine. Returns whether node 0 has ended it. Raises ``OSError`` where node 0 or
-        another node is lost."""
+        """Take part in one engine. Returns True if node 0 has ended it. Raises ``OSError`` if a node is lost."""
         link.keep_alive((self._options.engine_iteration_timeout or DEFAULT_TIMEOUT) / 2)
         listener = Listener(link.socket.getsockname()[0], 0, self._secret)
         links: Links = defaultdict(list)
@@ -137,8 +137,8 @@ class NodeProcess:
             start = self._await_start(link)
             if start is None:
                 return False
-            own = {name: getattr(self._options, name) for name in OWN_OPTIONS}
-            options = msgspec.structs.replace(start.options, **own)
+            of_node = {name: getattr(self._options, name) for name in PER_NODE_OPTIONS}
+            options = msgspec.structs.replace(start.options, **of_node)
             ranks, node = all_ranks(options), options.node_rank
             addresses = [self._master, *start.addresses[1:]]
             connect_links(self._secret, start.session, ranks, node, addresses, options, links)
@@ -156,24 +156,24 @@ class NodeProcess:
             link.send(encode(Refused(str(error))))
             raise
         link.limit = MAX_MESSAGE
-        asked = False
+        closed = False
         try:
             link.send(encode(RanksStarted([process.pid for process in local.processes])))
-            asked = _Relay(link, local, self._stopped, f"{NODE_READY} {node} of {options.nnodes}").run()
+            closed = _Relay(link, local, self._stopped, f"{NODE_READY} {node} of {options.nnodes}").run()
         finally:
-            if not asked:
+            if not closed:
                 local.kill()
-            local.close(ask=False)
-        return asked
+            local.close(send_close=False)
+        return closed
 
     def _await_start(self, link: NodeLink) -> StartRanks | None:
-        """Wait until all nodes have joined; None after ``stop``."""
-        progress = Progress(float("inf"))
+        """Wait until all nodes have joined and node 0 starts the ranks; None after ``stop``."""
+        wait_log = WaitLog(float("inf"))
         while not self._stopped.is_set():
             try:
                 message = decode(link.receive(time.monotonic() + POLL))
             except TimeoutError:
-                progress.say(lambda: f"joined {self._where}, which waits for other nodes")
+                wait_log.log(lambda: f"joined {self._where}, which waits for other nodes")
                 continue
             if isinstance(message, Refused) and message.retry:
                 self._stopped.wait(RETRY)
@@ -182,21 +182,21 @@ class NodeProcess:
                 raise PenstockError(Code.INVALID, f"{self._where} refuses this node: {message.reason}", "node_rank")
             if isinstance(message, StartRanks):
                 return message
-            raise NodeLostError("it has sent something else than was expected")
+            raise NodeLostError("it has sent an unexpected message")
         return None
 
     def _check(self, link: NodeLink) -> None:
-        """Raises ``NodeLostError`` after ``stop``, and where node 0 is lost."""
+        """Raise ``NodeLostError`` after ``stop``, and if node 0 is lost."""
         if self._stopped.is_set():
             raise NodeLostError("stopped")
         link.fetch()
 
 
 class _Relay:
-    """Passes on the messages of node 0 to all ranks, and those of ranks to node 0.
+    """Relays node 0's messages to all ranks, and the ranks' messages to node 0.
 
     Args:
-        ready: what to say in the log once the ranks have loaded the model.
+        ready: line to log once the ranks have loaded the model.
     """
 
     def __init__(self, link: NodeLink, local: LocalRanks, stopped: threading.Event, ready: str) -> None:
@@ -205,54 +205,54 @@ class _Relay:
         self._stopped = stopped
         self._ready = ready
         self._loading = START_REPLIES * len(local.processes)
-        """Number of messages of the ranks until they have loaded the model."""
+        """Number of replies still expected before all ranks have loaded the model."""
         local.poller.add_source(link)
 
     def run(self) -> bool:
-        """Returns True once node 0 has ended the ranks by ``Close``; False after ``stop``, and where a rank has ended,
-        of which node 0 is told. Raises ``NodeLostError``."""
+        """Relay until the end. Returns True if node 0 has sent ``Close``; False after ``stop``, and if a rank has
+        ended, which is reported to node 0. Raises ``NodeLostError``."""
         while not self._stopped.is_set():
-            with contextlib.suppress(PeerLostError):  # seen below
+            with contextlib.suppress(PeerLostError):  # handled below
                 if self._from_node_0():
                     return True
-                # While one message is passed on, others may have been read.
+                # Sending a message may fetch others, so do not wait if one was sent.
                 if not any([self._from_rank(process) for process in self._local.processes]):
                     with contextlib.suppress(TimeoutError):
                         self._local.poller.wait(time.monotonic() + POLL)
             if ended := next((process for process in self._local.processes if process.end_reason is not None), None):
-                self._link.fetch()  # where node 0 is lost, that is the cause
-                told = RankEnded(ended.rank, ended.end_reason or "", ended.returncode == LINK_LOST)
-                logger.error("%s ended: %s", ended, told.reason)
-                self._link.send(encode(told), deadline=time.monotonic() + POLL * 10)
+                self._link.fetch()  # if node 0 is lost, that is the cause: raise
+                report = RankEnded(ended.rank, ended.end_reason or "", ended.returncode == LINK_LOST)
+                logger.error("%s ended: %s", ended, report.reason)
+                self._link.send(encode(report), deadline=time.monotonic() + POLL * 10)
                 return False
         return False
 
     def _from_node_0(self) -> bool:
-        """Handle what has been fetched. Returns True after ``Close``."""
+        """Handle the fetched messages. Returns True after ``Close``."""
         while taken := self._link.take():
             channel, message = taken
             if channel == ALL_RANKS:
                 for process in self._local.processes:
-                    process.send(message, float("inf"))  # until node 0 is lost
+                    process.send(message, float("inf"))  # waits until node 0 is lost
                 if message == CLOSE:
                     return True
-            elif isinstance(decode(message), GetPlaces):
-                self._link.send(encode(Places(self._local.places())))
+            elif isinstance(decode(message), GetProgress):
+                self._link.send(encode(RankProgress(self._local.progress())))
         return False
 
     def _from_rank(self, process: RankProcess) -> bool:
-        """Pass on the messages of a rank. Returns whether there were any."""
-        passed_on = False
+        """Relay the messages of a rank. Returns True if there were any."""
+        relayed = False
         while process.has_message():
-            passed_on = True
+            relayed = True
             self._link.send(process.receive(float("inf")), process.rank)
             self._loading -= 1
             if not self._loading:
                 logger.info(self._ready)
-        return passed_on
+        return relayed
 
 
 def run_node(options: EngineOptions, logs: LogOptions | None = None, secret: bytes | None = None) -> None:
-    """Be a node until this process is told to end; arguments and errors as for ``NodeProcess``."""
+    """Run a ``NodeProcess`` in this process; same arguments and errors."""
     logger.info("node %d of %d, process %d", options.node_rank, options.nnodes, os.getpid())
     NodeProcess(options, logs, secret).run()

@@ -1,4 +1,4 @@
-"""Waiting for what other processes and nodes send, and for their end."""
+"""Waits for messages from other processes and nodes, and for their end."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ class Source(Protocol):
 
     @property
     def descriptor(self) -> int:
-        """Readable when something may have arrived."""
+        """File descriptor that is readable when data may have arrived."""
         ...
 
     def fetch(self) -> bool:
-        """Move what has arrived to a buffer of this process, without waiting. Returns whether there was anything."""
+        """Move arrived data to a buffer in this process, without waiting. Returns True if there was any."""
         ...
 
 
 class Poller:
-    """Waits for one source, or to send something, and meanwhile fetches from all sources. Otherwise processes could
-    wait for each other in a circle: this one for a rank to read, the rank for another one that has to take its hidden
-    states, and that one for this process to read a long reply.
+    """Waits until data arrives or can be sent, and meanwhile fetches from all sources.
+
+    Fetching from all prevents a deadlock: this process waits for a rank to read, the rank waits for another rank to
+    take its hidden states, and that one waits for this process to read a long reply.
 
     Args:
-        peers: descriptors that become readable when another process ends.
+        peers: pidfds of peer processes (readable once the process has ended).
     """
 
     def __init__(self, *peers: int) -> None:
@@ -52,10 +53,10 @@ class Poller:
         self._poll.register(source.descriptor, select.POLLIN)
 
     def wait(self, deadline: float, descriptor: int | None = None, events: int = select.POLLIN) -> None:
-        """Wait until something was fetched, or ``descriptor`` is ready for ``events``. May return early.
+        """Wait until data was fetched, or ``descriptor`` is ready for ``events``. May return early.
 
-        Raises ``TimeoutError``, ``PeerLostError`` where a process has ended and there is nothing else, and what sources
-        raise.
+        Raises ``TimeoutError`` at the deadline (monotonic clock), ``PeerLostError`` if a process has ended and nothing
+        else is ready, and the errors of ``Source.fetch``.
         """
         left = deadline - time.monotonic()
         if left <= 0:

@@ -1,4 +1,4 @@
-"""A worker process of one rank, as the executor that has started it sees it."""
+"""The executor's handle of a worker process."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .ring import Reader, Writer
 
 
 class RankProcess:
-    """The process and the two rings that connect it.
+    """Starts and controls the worker process of one rank, connected by two rings.
 
     Args:
-        start: with the rings, which are this object's from now on.
-        poller: of all ranks' processes.
+        start: start message. This object takes ownership of ``inbox`` and ``outbox``.
+        poller: poller shared by all ranks of the node.
     """
 
     def __init__(self, start: Start, poller: Poller) -> None:
@@ -48,42 +48,43 @@ class RankProcess:
 
     @property
     def returncode(self) -> int | None:
-        """Its exit status; None where it has not ended, or that is not known."""
+        """Exit status; None if the process has not ended or the status is unknown."""
         return self._process.status() if self._process.wait(timeout=0) else None
 
     @property
     def end_reason(self) -> str | None:
-        """How it ended, in words; None where it has not."""
+        """Description of the process's end, for an error message; None if it has not ended."""
         if not self._process.wait(timeout=0):
             return None
         status = self._process.status()
-        return "in a way that is not known" if status is None else exit_reason(status)
+        return "exit status unknown" if status is None else exit_reason(status)
 
     def send(self, message: bytes, deadline: float) -> None:
-        """Raises ``TimeoutError`` where it does not read, and ``PeerLostError`` where a rank has ended."""
+        """Send an encoded message. Raises ``TimeoutError`` if the process does not read it by the deadline, and
+        ``PeerLostError`` if a rank has ended."""
         self._writer.send(message, deadline)
 
     def has_message(self) -> bool:
-        """Whether it has sent something, be it a part of a message."""
+        """True if at least a part of a message has arrived."""
         return self._reader.has_message()
 
     def receive(self, deadline: float) -> bytes:
-        """Its next message, encoded. Raises as ``send``."""
+        """Wait for the next message, encoded. Raises ``TimeoutError`` and ``PeerLostError``."""
         return self._reader.receive(deadline)
 
     def kill(self) -> None:
-        """End it at once, and wait for its end."""
+        """Kill the process, and wait until it has ended."""
         self._process.kill()
 
-    def ask_to_end(self, deadline: float) -> None:
-        """Send ``Close``, or kill the process where it does not read it."""
+    def send_close(self, deadline: float) -> None:
+        """Send ``Close``, or kill the process if it does not read it."""
         try:
             self.send(encoder.encode(Close()), deadline)
-        except (TimeoutError, PeerLostError):  # it computes a long step, hangs, or is gone
+        except (TimeoutError, PeerLostError):  # it computes a long step, hangs, or has ended
             self._process.kill()
 
     def close(self, deadline: float) -> None:
-        """Wait until the process has ended after ``ask_to_end``, or kill it at the deadline, and close its rings."""
+        """Wait for the process's end after ``send_close``, kill it at the deadline, and close its rings."""
         if not self._process.wait(max(0.0, deadline - time.monotonic())):
             self.kill()
         self._writer.close()

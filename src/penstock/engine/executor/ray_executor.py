@@ -1,7 +1,7 @@
-"""The executor whose ranks are on the nodes of a Ray cluster.
+"""The executor with ranks on the nodes of a Ray cluster.
 
-Ray places the ranks and starts the processes of nodes; everything else is as with ``--nnodes``: ranks talk by shared
-memory and TCP, and nothing of a step passes through Ray.
+Ray places the ranks and starts the node processes. All else is as with ``--nnodes``: ranks communicate through shared
+memory and TCP, and no data of a step passes through Ray.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from penstock.config.options import EngineOptions, LogOptions
 from penstock.core import Code, Failure, PenstockError
 from penstock.core.errors import invalid
 
-from .multiproc import NAMING_TIMEOUT, MultiprocExecutor
-from .rendezvous import Progress
+from .multiproc import CAUSE_TIMEOUT, MultiprocExecutor
+from .rendezvous import WaitLog
 
 try:
     import ray
@@ -48,23 +48,24 @@ logger = logging.getLogger(__name__)
 
 FIELD = "distributed_executor_backend"
 PLACEMENT_GROUP = "PENSTOCK_RAY_PLACEMENT_GROUP"
-"""Environment variable with the id of the group that Ray Serve has made for a replica with this engine."""
+"""Environment variable with the id of the placement group that Ray Serve has created for a replica of this engine."""
 NODE_ID = "ray.io/node-id"
-"""Label of Ray's nodes."""
+"""Ray's label with a node's id."""
 POLL = 0.2
+"""Polling interval, seconds."""
 CONNECT_TIMEOUT = 5.0
-"""Seconds that the cluster's head may take to accept a connection."""
+"""Maximum seconds to connect to the cluster's head."""
 
 
 class RayExecutor(MultiprocExecutor):
-    """A worker process for each rank, on the nodes of the Ray cluster that this machine is part of.
+    """Executor with one worker process per rank, on the nodes of the Ray cluster to which this machine belongs.
 
-    A placement group (that of ``PLACEMENT_GROUP``, or one made here) has a bundle for each rank, the first one on this
-    machine. Ranks whose bundles are on the same node share its memory; where nodes have different numbers of them, they
-    do so in groups of equal size.
+    A placement group (that of ``PLACEMENT_GROUP``, or a new one) has one bundle per rank, the first on this machine.
+    Ranks on the same Ray node share memory. If Ray nodes have different numbers of ranks, each is divided into several
+    nodes of equal size.
 
-    Raises ``PenstockError``: ``unavailable`` where there is no cluster, or no room for the bundles within
-    ``node_timeout``; else as ``MultiprocExecutor``.
+    Raises ``PenstockError``: ``unavailable`` if there is no cluster, or no room for the bundles within
+    ``node_timeout``; otherwise as ``MultiprocExecutor``.
     """
 
     def __init__(self, options: EngineOptions, logs: LogOptions | None = None) -> None:
@@ -75,7 +76,7 @@ class RayExecutor(MultiprocExecutor):
         except BaseException as error:
             try:
                 if isinstance(error, PenstockError):
-                    self._placement.check(NAMING_TIMEOUT)  # a node that has ended is the cause
+                    self._placement.check(CAUSE_TIMEOUT)  # if a node process has ended, report that cause
             finally:
                 self._placement.close()
             raise
@@ -86,36 +87,36 @@ class RayExecutor(MultiprocExecutor):
 
 
 class _Placement:
-    """The placement group of an engine's ranks, and an actor for each node but this one."""
+    """The placement group of an engine's ranks, and an actor for each node except this one."""
 
     def __init__(self, options: EngineOptions) -> None:
         if options.nnodes > 1 or options.node_rank:
-            raise invalid("nnodes", "is not given where Ray places the ranks", 1)
+            raise invalid("nnodes", "must not be given with distributed_executor_backend=ray: Ray places the ranks", 1)
         if options.data_parallel_size > 1:
-            words = "a model on a Ray cluster has one engine; data_parallel_size must be 1"
-            raise PenstockError(Code.UNSUPPORTED, words, "data_parallel_size", 1)
+            message = "a model on a Ray cluster has one engine; data_parallel_size must be 1"
+            raise PenstockError(Code.UNSUPPORTED, message, "data_parallel_size", 1)
         self._options = options
         self._world = options.tensor_parallel_size * options.pipeline_parallel_size
         self._actors: list[Any] = []
         self._running: list[Any] = []
-        """What each actor's ``run`` returns once it has ended."""
+        """Ray's object references of the actors' ``run`` results."""
         _connect(options.node_timeout)
         self._bundle = bundle_of(options)
         if given := os.environ.get(PLACEMENT_GROUP):
             self._group = PlacementGroup(PlacementGroupID.from_hex(given))
-            own = None
+            created = None
         else:
             here = {NODE_ID: ray.get_runtime_context().get_node_id()}
             selectors = [here, *({} for _ in range(self._world - 1))]
             self._group = placement_group(
                 [self._bundle] * self._world, strategy="PACK", bundle_label_selector=selectors
             )
-            own = self._group
-        self._finalizer = weakref.finalize(self, _remove, own, self._actors)
+            created = self._group
+        self._finalizer = weakref.finalize(self, _remove, created, self._actors)
 
     def start(self, logs: LogOptions | None) -> tuple[EngineOptions, bytes]:
-        """Wait for the bundles and start the other nodes' processes; returns the options with which these are joined,
-        and the secret."""
+        """Wait for the bundles, and start the other nodes' processes. Returns the options of node 0 and the nodes'
+        secret."""
         self._await_bundles()
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
         if len(nodes) != self._world:
@@ -151,33 +152,32 @@ class _Placement:
         return options, secret
 
     def check(self, timeout: float = 0) -> None:
-        """Raises ``PenstockError`` where the process of a node has ended, or does within some seconds."""
+        """Raise ``PenstockError`` if a node's process has ended, or ends within ``timeout`` seconds."""
         ended, _ = ray.wait(self._running, timeout=timeout) if self._running else ([], [])
         for result in ended:
             rank = self._running.index(result) + 1
             try:
                 failure = msgspec.convert(ray.get(result), Failure)
             except ray.exceptions.RayError as error:
-                words = f"the process of node {rank} has ended: {_cause(error)}"
-                raise PenstockError(Code.UNAVAILABLE, words, FIELD) from error
+                message = f"the process of node {rank} has ended: {_cause(error)}"
+                raise PenstockError(Code.UNAVAILABLE, message, FIELD) from error
             raise PenstockError.of(msgspec.structs.replace(failure, message=f"node {rank}: {failure.message}"))
 
     def close(self) -> None:
         self._finalizer()
 
     def _await_bundles(self) -> None:
-        progress = Progress(self._options.node_timeout)
+        wait_log = WaitLog(self._options.node_timeout)
+        room = f"room for {self._world} ranks of {self._bundle} each, the first on this machine"
         while not self._is_created():
-            words = f"room for {self._world} ranks of {self._bundle} each, the first on this machine"
-            if progress.overdue:
+            if wait_log.overdue:
                 free = {name: ray.available_resources().get(name, 0.0) for name in self._bundle}
                 timeout = f"within {self._options.node_timeout:g} seconds (--node-timeout)"
-                message = f"the Ray cluster had no {words}, {timeout}; free: {free}"
-                raise PenstockError(Code.UNAVAILABLE, message, FIELD)
-            progress.say(lambda: f"waiting for the Ray cluster to have {words}")  # noqa: B023
+                raise PenstockError(Code.UNAVAILABLE, f"the Ray cluster had no {room}, {timeout}; free: {free}", FIELD)
+            wait_log.log(lambda: f"waiting for the Ray cluster to have {room}")
 
     def _is_created(self) -> bool:
-        """Whether all bundles have nodes. Those of a node that has died get others."""
+        """True if all bundles are placed. Ray moves the bundles of a node that has died. Waits briefly otherwise."""
         state = placement_group_table(self._group).get("state")
         if state == "REMOVED":
             raise PenstockError(Code.UNAVAILABLE, "the placement group of the ranks has been removed", FIELD)
@@ -187,7 +187,7 @@ class _Placement:
 
 
 class _Node:
-    """An actor: the process of a node other than the first."""
+    """Ray actor: the process of a node other than node 0."""
 
     def __init__(self, options: EngineOptions, logs: LogOptions | None, secret: bytes) -> None:
         from .node_process import NodeProcess
@@ -201,51 +201,52 @@ class _Node:
             self._failure = error
 
     def run(self) -> dict[str, Any]:
-        """Be the node until the actor is killed; returns why it cannot be."""
+        """Run the node until the actor is killed. Returns the ``Failure`` that ended it, as a dictionary."""
         if not self._failure:
             try:
                 self._node.run()
             except PenstockError as error:
                 self._failure = error
         failure = self._failure.failure if self._failure else Failure(Code.UNAVAILABLE, "it was stopped")
-        plain: dict[str, Any] = msgspec.to_builtins(failure)
-        return plain
+        fields: dict[str, Any] = msgspec.to_builtins(failure)
+        return fields
 
 
 def bundle_of(options: EngineOptions) -> dict[str, float]:
-    """What a rank takes of Ray's resources."""
+    """Ray resources of a rank."""
     bundle = {"CPU": float(max(options.threads, 1))}
     return bundle | ({"GPU": 1.0} if options.device.startswith("cuda") else {})
 
 
 def _connect(timeout: float) -> None:
-    """Connect to the cluster that this machine is part of. Raises ``PenstockError`` where there is none within some
+    """Connect to this machine's Ray cluster. Raises ``PenstockError`` if it does not answer within ``timeout``
     seconds."""
     if not ray.is_initialized():
         _await_head(timeout)
         with _signal_handlers():
             _init()
     if ray.util.client.ray.is_connected():
-        words = "a Ray Client (ray://…) is not on a node, and the first rank must be; run this on a node of the cluster"
-        raise PenstockError(Code.UNSUPPORTED, words, FIELD)
+        message = "a Ray Client (ray://…) cannot run the first rank; run this on a node of the cluster"
+        raise PenstockError(Code.UNSUPPORTED, message, FIELD)
 
 
 def _await_head(timeout: float) -> None:
-    """Wait until the cluster at ``RAY_ADDRESS`` answers. Ray itself waits for a quarter of an hour."""
+    """Wait until the cluster at ``RAY_ADDRESS`` answers. ``ray.init`` would wait for a quarter of an hour."""
     address = os.environ.get("RAY_ADDRESS", "")
     host, _, port = address.rpartition(":")
-    if not host or "/" in host:  # auto, local, or Ray Client's
+    if not host or "/" in host:  # auto, local, or a Ray Client address
         return
-    progress = Progress(timeout)
+    wait_log = WaitLog(timeout)
     while True:
         try:
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT).close()
             return
         except (OSError, ValueError) as error:
-            if progress.overdue or isinstance(error, ValueError):
-                words = f"no Ray cluster answers at RAY_ADDRESS, {address}, within {timeout:g} seconds (--node-timeout)"
-                raise PenstockError(Code.UNAVAILABLE, f"{words}: {str(error).lower()}", FIELD) from error
-        progress.say(lambda: f"waiting for the Ray cluster at RAY_ADDRESS, {address}")
+            if wait_log.overdue or isinstance(error, ValueError):
+                where = f"no Ray cluster answers at RAY_ADDRESS, {address},"
+                message = f"{where} within {timeout:g} seconds (--node-timeout): {str(error).lower()}"
+                raise PenstockError(Code.UNAVAILABLE, message, FIELD) from error
+        wait_log.log(lambda: f"waiting for the Ray cluster at RAY_ADDRESS, {address}")
         time.sleep(POLL)
 
 
@@ -254,13 +255,13 @@ def _init() -> None:
         ray.init(address="auto", log_to_driver=True, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         reason = str(error).splitlines()[0]
-        words = f"no Ray cluster runs on this machine ({reason}); run ray start --head, or ray start --address …"
-        raise PenstockError(Code.UNAVAILABLE, words, FIELD) from error
+        message = f"no Ray cluster runs on this machine ({reason}); run ray start --head, or ray start --address …"
+        raise PenstockError(Code.UNAVAILABLE, message, FIELD) from error
 
 
 @contextlib.contextmanager
 def _signal_handlers() -> Iterator[None]:
-    """Keep the process's own handlers: Ray sets one."""
+    """Restore this process's signal handlers afterwards: ``ray.init`` replaces one."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -273,7 +274,7 @@ def _signal_handlers() -> Iterator[None]:
 
 
 def _cause(error: Exception) -> str:
-    """The last line of one of Ray's errors, which says why; the others name the actor, and have a traceback."""
+    """Last line of a Ray error, which has the reason. The lines before name the actor and have a traceback."""
     return str(error).strip().splitlines()[-1].strip()
 
 
@@ -284,7 +285,7 @@ def _free_port(address: str) -> int:
 
 
 def _remove(group: Any, actors: list[Any]) -> None:
-    """End the actors, and give the resources of the group back, if there is one to be removed."""
+    """Kill the actors, and remove the placement group if it was created here."""
     if not ray.is_initialized():
         return
     for actor in actors:

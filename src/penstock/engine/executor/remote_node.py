@@ -1,4 +1,4 @@
-"""Another node and its ranks, as the executor on node 0 sees them."""
+"""The executor's handles of another node and of its ranks."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from ..step import encoder
 from .layout import RankInfo
 from .messages import Close
 from .node_link import ALL_RANKS, NODE, NodeLink, NodeLostError
-from .node_messages import GetPlaces, Join, Places, RankEnded, decode, encode
+from .node_messages import GetProgress, Join, RankEnded, RankProgress, decode, encode
 from .poller import PeerLostError, Poller
 
 MAX_MESSAGE = 2**36
-"""Maximum bytes of a worker's message: one with logits may be long."""
-PLACES_TIMEOUT = 1.0
-"""Seconds that a node has to say how far its ranks are."""
+"""Maximum size of a worker's message, bytes: messages with logits are long."""
+PROGRESS_TIMEOUT = 1.0
+"""Maximum seconds to wait for a node's ``RankProgress``."""
 
 
 class RemoteNode:
-    """A connection to a node whose ranks have been started.
+    """A connection to a node that has started its ranks.
 
     Args:
-        pids: process ids of its ranks.
+        infos: ranks of the node.
+        pids: process ids of these ranks.
     """
 
     def __init__(self, link: NodeLink, join: Join, infos: list[RankInfo], pids: list[int]) -> None:
@@ -35,23 +36,23 @@ class RemoteNode:
         self._inboxes: dict[int, deque[bytes]] = {info.world_rank: deque() for info in infos}
         self.rank_ended: RankEnded | None = None
         self.lost = ""
-        """Why the connection is lost; empty while it is there."""
-        self._places: list[tuple[int, int, int]] | None = None
+        """Reason why the connection is lost; empty while it is connected."""
+        self._progress: list[tuple[int, int, int]] | None = None
         self._alone = self._poller = Poller()
         self._alone.add_source(self)
 
     def join(self, poller: Poller) -> None:
-        """Have ``poller`` wait for this node and others together."""
+        """Wait with ``poller``, which is shared with other nodes and the local ranks."""
         self._poller = poller
         poller.add_source(self)
 
     @property
     def descriptor(self) -> int:
-        """Readable when something may have arrived."""
+        """File descriptor that is readable when data may have arrived."""
         return self._link.descriptor
 
     def send(self, message: bytes, deadline: float) -> None:
-        """Send a message to all ranks of the node. Raises ``TimeoutError`` and ``PeerLostError``."""
+        """Send an encoded message to all ranks of the node. Raises ``TimeoutError`` and ``PeerLostError``."""
         try:
             self._link.send(message, ALL_RANKS, deadline, self._poller)
         except NodeLostError as error:
@@ -59,7 +60,7 @@ class RemoteNode:
             raise PeerLostError from error
 
     def fetch(self) -> bool:
-        """Read and sort what has arrived, without waiting. Returns whether there was anything. Raises
+        """Read the messages that have arrived, without waiting. Returns True if there were any. Raises
         ``PeerLostError``."""
         found = False
         try:
@@ -77,7 +78,7 @@ class RemoteNode:
         return found
 
     def receive(self, rank: int, deadline: float) -> bytes:
-        """The next message of a rank; waits for it. Raises as ``send``."""
+        """Wait for the next message of a rank. Raises ``TimeoutError`` and ``PeerLostError``."""
         inbox = self._inboxes[rank]
         while not inbox:
             if not self.fetch():
@@ -90,42 +91,40 @@ class RemoteNode:
         return bool(self._inboxes[rank])
 
     def drain(self) -> None:
-        """Read what has arrived of a node that may be lost."""
-        try:
+        """Read the messages that have arrived, even if the connection is lost."""
+        with suppress(PeerLostError):
             while self.fetch():
                 pass
-        except PeerLostError:
-            pass
 
-    def places(self) -> list[tuple[int, int, int]] | None:
-        """How far each of its ranks has come; None where it does not answer."""
-        deadline = time.monotonic() + PLACES_TIMEOUT
+    def progress(self) -> list[tuple[int, int, int]] | None:
+        """Progress of each rank of the node (``penstock.parallel.shared_memory.RankProgress``); None if it does not answer."""
+        deadline = time.monotonic() + PROGRESS_TIMEOUT
         try:
-            self._link.send(encode(GetPlaces()), deadline=deadline, poller=self._alone)
-            while self._places is None:
+            self._link.send(encode(GetProgress()), deadline=deadline, poller=self._alone)
+            while self._progress is None:
                 self._alone.wait(deadline)
         except (NodeLostError, PeerLostError, TimeoutError):
             return None
-        return self._places
+        return self._progress
 
-    def ask_to_end(self, deadline: float) -> None:
-        """Have its ranks end; it waits for node 0 again then."""
+    def send_close(self, deadline: float) -> None:
+        """End the ranks of the node. The node then waits for node 0's next engine."""
         try:
             self._link.send(encoder.encode(Close()), ALL_RANKS, deadline, self._alone)
         except (NodeLostError, PeerLostError, TimeoutError):
             self._link.close()
 
     def close(self, deadline: float) -> None:
-        """Wait until it has closed the connection after ``ask_to_end``."""
+        """Wait until the node has closed the connection after ``send_close``, and close this end."""
         with suppress(PeerLostError, TimeoutError):
             while not self.lost and self.descriptor >= 0:
                 self._alone.wait(deadline)
         self._link.close()
 
     def kill(self) -> None:
-        """Close the connection, whereupon the node kills its ranks."""
+        """Close the connection. The node then kills its ranks."""
         self._link.close()
-        self.lost = self.lost or "it was closed here"
+        self.lost = self.lost or "it was closed by node 0"
 
     def _note_loss(self, error: NodeLostError) -> None:
         self.lost = self.lost or str(error)
@@ -134,13 +133,13 @@ class RemoteNode:
         match decode(message):
             case RankEnded() as ended:
                 self.rank_ended = self.rank_ended or ended
-            case Places(places):
-                self._places = places
+            case RankProgress(progress):
+                self._progress = progress
 
 
 @dataclass(frozen=True)
 class RemoteRank:
-    """A rank of another node, with the methods of ``RankProcess``."""
+    """A rank on another node, with the receiving methods of ``RankProcess``."""
 
     node: RemoteNode
     rank: int

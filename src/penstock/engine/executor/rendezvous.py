@@ -1,5 +1,4 @@
-"""How nodes find each other: node 0 listens, the others connect to it and then, where their ranks talk to each other,
-among themselves."""
+"""Rendezvous of nodes: node 0 listens, the others connect to it, and then nodes connect their ranks to each other."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -50,8 +49,8 @@ SAME_OPTIONS = (
     "load_format",
     "seed",
 )
-"""Options that must be the same on all nodes. Of the others, those of node 0 hold, but for ``OWN_OPTIONS``."""
-OWN_OPTIONS = (
+"""Options that must be equal on all nodes. All others are taken from node 0, except ``PER_NODE_OPTIONS``."""
+PER_NODE_OPTIONS = (
     "model",
     "weight_cache_dir",
     "weight_cache_size",
@@ -62,29 +61,30 @@ OWN_OPTIONS = (
     "node_rank",
     "expert_placement",
 )
-"""Options that each node has for itself."""
+"""Options that may differ between nodes."""
 PLACEMENT = "expert_placement"
-"""Name of its file among the digests."""
-PROGRESS = 10.0
-"""Seconds between two lines in the log about what is waited for."""
+"""Key of the expert placement's file in ``model_digests``."""
+LOG_INTERVAL = 10.0
+"""Seconds between two log lines while waiting."""
 LINK_TIMEOUT = 60.0
-"""Seconds that nodes have to connect their ranks once all have joined."""
+"""Maximum seconds to connect the ranks after all nodes have joined."""
 POLL = 0.2
+"""Polling interval, seconds."""
 BACKLOG = 64
 MAX_HANDSHAKES = 64
-"""Connections that are being authenticated at the same time. For one more the oldest is closed, so that strangers who
-say nothing do not keep nodes out."""
+"""Maximum number of connections being authenticated. One more closes the oldest, so that silent strangers cannot block
+nodes."""
 
 Links = dict[int, list[PeerSocket]]
-"""Connections to ranks of other nodes, by world rank."""
+"""Connections to ranks on other nodes, by world rank."""
 
 
 class UnreachableError(OSError):
-    """Another node cannot be connected to. The message names it."""
+    """A connection between two nodes cannot be made. The message names the node."""
 
 
 def model_digests(options: EngineOptions) -> dict[str, str]:
-    """Identifies the contents of a checkpoint's files and of the placement of experts, wherever they lie."""
+    """Digests of the checkpoint's files, by name, and of the expert placement's file (``PLACEMENT``)."""
     digests = file_digests(Path(options.model) if options.model else demo.CHAT)
     if options.expert_placement:
         digests[PLACEMENT] = hashlib.sha256(Path(options.expert_placement).read_bytes()).hexdigest()
@@ -92,19 +92,19 @@ def model_digests(options: EngineOptions) -> dict[str, str]:
 
 
 def check_nodes(options: EngineOptions) -> None:
-    """Raises ``PenstockError`` (``invalid``) for nodes that cannot share the ranks."""
+    """Check ``nnodes`` and ``node_rank``. Raises ``PenstockError``."""
     world = options.tensor_parallel_size * options.pipeline_parallel_size
     if world % options.nnodes:
-        words = (
+        message = (
             f"{world} ranks (tensor_parallel_size times pipeline_parallel_size) cannot be divided among "
             f"{options.nnodes} nodes"
         )
-        raise invalid("nnodes", words, options.nnodes)
+        raise invalid("nnodes", message, options.nnodes)
     if options.node_rank >= options.nnodes:
         raise invalid("node_rank", f"{options.node_rank} is not below nnodes, {options.nnodes}", options.nnodes - 1)
     if options.nnodes > 1 and options.data_parallel_size > 1:
-        words = "a model on several nodes has one engine; data_parallel_size must be 1"
-        raise PenstockError(Code.UNSUPPORTED, words, "data_parallel_size", 1)
+        message = "a model on several nodes has one engine; data_parallel_size must be 1"
+        raise PenstockError(Code.UNSUPPORTED, message, "data_parallel_size", 1)
 
 
 def all_ranks(options: EngineOptions) -> list[RankInfo]:
@@ -114,7 +114,7 @@ def all_ranks(options: EngineOptions) -> list[RankInfo]:
 class Listener:
     """Accepts connections of nodes that know the secret.
 
-    Raises ``PenstockError`` (``invalid``) where the address cannot be listened on.
+    Raises ``PenstockError`` (``invalid``) if it cannot listen on the address.
     """
 
     def __init__(self, host: str, port: int, secret: bytes) -> None:
@@ -124,18 +124,19 @@ class Listener:
             self._socket = socket.create_server(address, family=family, backlog=BACKLOG)
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or str(error)
-            words = f"cannot listen on {host}:{port}: {reason.lower()}"
-            raise invalid("master_addr", f"{words}; give an address of this machine, or another master_port") from error
+            message = f"cannot listen on {host}:{port}: {reason.lower()}"
+            advice = "give an address of this machine, or another master_port"
+            raise invalid("master_addr", f"{message}; {advice}") from error
         self.port: int = self._socket.getsockname()[1]
         self._accepted: queue.SimpleQueue[NodeLink] = queue.SimpleQueue()
         self._handshakes: list[socket.socket] = []
-        """Connections that are being authenticated, the oldest first."""
+        """Connections being authenticated, oldest first."""
         self._lock = threading.Lock()
         self._closed = threading.Event()
         threading.Thread(target=self._run, daemon=True).start()
 
     def next(self, timeout: float) -> NodeLink | None:
-        """The next node that has connected; None where there is none within some seconds."""
+        """The next authenticated connection; None if there is none within ``timeout`` seconds."""
         with contextlib.suppress(queue.Empty):
             return self._accepted.get(timeout=timeout)
         return None
@@ -154,10 +155,10 @@ class Listener:
         while True:
             try:
                 connected, _ = self._socket.accept()
-            except OSError as error:  # of the connection, or there are no descriptors left
+            except OSError as error:  # the connection failed, or no file descriptor is left
                 if self._closed.is_set():
                     return
-                logger.warning("cannot accept a connection of a node: %s", (error.strerror or str(error)).lower())
+                logger.warning("cannot accept a node's connection: %s", (error.strerror or str(error)).lower())
                 self._closed.wait(POLL)
                 continue
             with self._lock:
@@ -171,39 +172,44 @@ class Listener:
             host = connected.getpeername()[0]
             link = accept(connected, self._secret)
         except SecretError as error:
-            logger.warning("a connection from %s is refused: it %s", host, error)
+            logger.warning("refused a connection from %s: it %s", host, error)
             return
-        except OSError:  # who connected said nothing, or is gone
+        except OSError:  # the peer sent nothing, or has closed the connection
             return
         finally:
-            with self._lock, contextlib.suppress(ValueError):  # closed for another one
+            with self._lock, contextlib.suppress(ValueError):  # dropped for a newer connection (MAX_HANDSHAKES)
                 self._handshakes.remove(connected)
         self._accepted.put(link)
 
 
 def _wake(connected: socket.socket) -> None:
-    """End what another thread waits for on a socket."""
+    """End another thread's blocking call on a socket."""
     with contextlib.suppress(OSError):
         connected.shutdown(socket.SHUT_RDWR)
 
 
-class Progress:
-    """Says in the log now and then what is waited for."""
+class WaitLog:
+    """Logs at intervals what is being waited for.
+
+    Args:
+        timeout: limit of the wait, seconds.
+    """
 
     def __init__(self, timeout: float) -> None:
         self._begun = time.monotonic()
-        self._next = self._begun + POLL  # not for what is there at once
+        self._next = self._begun + POLL  # log nothing for short waits
         self._timeout = timeout
 
     @property
     def overdue(self) -> bool:
         return time.monotonic() - self._begun > self._timeout
 
-    def say(self, words: Callable[[], str]) -> None:
+    def log(self, message: Callable[[], str]) -> None:
+        """Log a message with the time waited, unless the last line is newer than ``LOG_INTERVAL``."""
         if (now := time.monotonic()) >= self._next:
-            self._next = now + PROGRESS
+            self._next = now + LOG_INTERVAL
             limit = f" of {self._timeout:g}" if self._timeout < float("inf") else ""
-            logger.info("%s (%.0f%s seconds)", words(), now - self._begun, limit)
+            logger.info("%s (%.0f%s seconds)", message(), now - self._begun, limit)
 
 
 # --- Node 0 -----------------------------------------------------------------------------------------------------------
@@ -212,14 +218,13 @@ class Progress:
 def gather_nodes(
     options: EngineOptions, secret: bytes | None = None, check: Callable[[], None] = lambda: None
 ) -> tuple[list[RemoteNode], Links]:
-    """Wait for the other nodes, and have them start their ranks; returns them, and the connections of this node's
-    ranks.
+    """Wait for the other nodes, and start their ranks. Returns the nodes, and the connections of this node's ranks.
 
     Args:
-        secret: of the nodes; None reads ``cluster_secret_file``.
-        check: raises where it is of no use to wait any more.
+        secret: secret shared by the nodes; None: read from ``cluster_secret_file``.
+        check: called while waiting; raises to stop waiting.
 
-    Raises ``PenstockError`` where a node does not come within ``node_timeout``.
+    Raises ``PenstockError`` if a node does not join within ``node_timeout``.
     """
     secret = read_secret(options.cluster_secret_file, make=True) if secret is None else secret
     digests = model_digests(options)
@@ -247,7 +252,7 @@ def gather_nodes(
         for link, _ in joined.values():
             link.close()
         close_links(links)
-        if isinstance(error, OSError | msgspec.MsgspecError):  # lost, or too late
+        if isinstance(error, OSError | msgspec.MsgspecError):
             raise PenstockError(Code.UNAVAILABLE, f"a node was lost while ranks were started: {error}") from error
         raise
     finally:
@@ -261,18 +266,19 @@ def _await_nodes(
     joined: dict[int, tuple[NodeLink, Join]],
     check: Callable[[], None],
 ) -> None:
-    progress = Progress(options.node_timeout)
+    """Wait until all other nodes are in ``joined``. Raises ``PenstockError`` after ``node_timeout``."""
+    wait_log = WaitLog(options.node_timeout)
     while missing := [rank for rank in range(1, options.nnodes) if rank not in joined]:
         check()
         where = f"{options.master_addr}:{options.master_port}"
         names = f"node{'s' if missing[1:] else ''} {', '.join(map(str, missing))} of {options.nnodes}"
-        if progress.overdue:
-            words = f"{names} did not join at {where} within {options.node_timeout:g} seconds (--node-timeout)"
-            raise PenstockError(Code.UNAVAILABLE, words, "nnodes")
-        progress.say(lambda: f"waiting at {where} for {names}")  # noqa: B023
+        if wait_log.overdue:
+            message = f"{names} did not join at {where} within {options.node_timeout:g} seconds (--node-timeout)"
+            raise PenstockError(Code.UNAVAILABLE, message, "nnodes")
+        wait_log.log(lambda: f"waiting at {where} for {names}")  # noqa: B023
         link = listener.next(POLL)
         for rank in [rank for rank, (other, _) in joined.items() if not _is_alive(other)]:
-            logger.warning("node %d (%s) is gone", rank, joined[rank][0].host)
+            logger.warning("node %d (%s) has closed its connection", rank, joined[rank][0].host)
             joined.pop(rank)[0].close()
         if link is None:
             continue
@@ -283,7 +289,7 @@ def _await_nodes(
                 retry = join is not None and reason == _taken(joined, join)
                 link.send(encode(Refused(reason, retry)), deadline=time.monotonic() + POLL)
                 link.close()
-                logger.warning("node %s (%s) is refused: %s", join.node_rank if join else "?", host, reason)
+                logger.warning("refused node %s (%s): %s", join.node_rank if join else "?", host, reason)
             elif join:
                 link.keep_alive((options.engine_iteration_timeout or DEFAULT_TIMEOUT) / 2)
                 joined[join.node_rank] = link, join
@@ -294,9 +300,9 @@ def _await_nodes(
 
 
 def _await_ranks(joined: dict[int, tuple[NodeLink, Join]]) -> dict[int, RanksStarted]:
-    """Wait until all nodes have started their ranks. Raises ``OSError`` where one is lost, or cannot."""
+    """Wait until all nodes have started their ranks. Raises ``OSError`` if a node is lost or fails to start them."""
     started: dict[int, RanksStarted] = {}
-    progress = Progress(FORK_TIMEOUT)
+    wait_log = WaitLog(FORK_TIMEOUT)
     while missing := [rank for rank in joined if rank not in started]:
         for rank in missing:
             link, join = joined[rank]
@@ -304,9 +310,9 @@ def _await_ranks(joined: dict[int, tuple[NodeLink, Join]]) -> dict[int, RanksSta
             try:
                 message = decode(link.receive(time.monotonic() + POLL))
             except TimeoutError:
-                if progress.overdue:
+                if wait_log.overdue:
                     raise TimeoutError(f"{name} has not started its ranks in {FORK_TIMEOUT:g} seconds") from None
-                progress.say(lambda: f"waiting for {name} to start its ranks")  # noqa: B023
+                wait_log.log(lambda: f"waiting for {name} to start its ranks")  # noqa: B023
                 continue
             except NodeLostError as error:
                 raise NodeLostError(f"{name}: {error}") from error
@@ -317,7 +323,7 @@ def _await_ranks(joined: dict[int, tuple[NodeLink, Join]]) -> dict[int, RanksSta
 
 
 def _join(link: NodeLink) -> Join | None:
-    """A node's first message; None where it is another one, or of another version."""
+    """Receive a node's ``Join``; None if the message is not a valid ``Join``, as from another version."""
     message = link.receive(time.monotonic() + LINK_TIMEOUT / 4)
     with contextlib.suppress(msgspec.MsgspecError):
         decoded = decode(message)
@@ -332,27 +338,27 @@ def _refusal(
     link: NodeLink,
     join: Join | None,
 ) -> str:
-    """Why a node cannot take part; empty where it can."""
+    """Reason to refuse a node; empty if it may join."""
     if link.version != __version__:
         return f"it runs Penstock {link.version}, and node 0 runs {__version__}: install the same version on all nodes"
     if join is None:
         return "its connection was meant for an earlier start"
     for name in SAME_OPTIONS:
-        own, other = getattr(options, name), getattr(join.options, name)
-        if own != other:
-            return f"{name} is {other!r} there and {own!r} on node 0: give all nodes the same"
+        here, there = getattr(options, name), getattr(join.options, name)
+        if here != there:
+            return f"{name} is {there!r} there and {here!r} on node 0: give all nodes the same value"
     if not 0 < join.node_rank < options.nnodes:
-        return f"node_rank is {join.node_rank}, and must be from 1 to {options.nnodes - 1}"
+        return f"node_rank is {join.node_rank}, but must be from 1 to {options.nnodes - 1}"
     if join.model.get(PLACEMENT) != digests.get(PLACEMENT):
-        return "its expert_placement has other contents than that of node 0: give all nodes the same file"
+        return "its expert_placement file differs from node 0's: give all nodes the same file"
     if any(join.model[name] != digest for name, digest in digests.items() if name in join.model):
-        return "its checkpoint has other contents than that of node 0"
+        return "its checkpoint differs from node 0's"
     return _taken(joined, join)
 
 
 def _taken(joined: dict[int, tuple[NodeLink, Join]], join: Join) -> str:
-    """Why a node cannot take part yet: another has its number, or it has itself, over a connection that is lost and not
-    given up yet. Empty where nobody has."""
+    """Reason to refuse a node for now if its ``node_rank`` has joined already; empty otherwise. The earlier connection
+    may be the same node's, lost but not detected yet."""
     if join.node_rank not in joined:
         return ""
     return f"{joined[join.node_rank][0].host} has joined as node_rank {join.node_rank} before it"
@@ -361,7 +367,7 @@ def _taken(joined: dict[int, tuple[NodeLink, Join]], join: Join) -> str:
 def _check_alive(joined: dict[int, tuple[NodeLink, Join]]) -> None:
     for link, join in joined.values():
         if not _is_alive(link):
-            raise NodeLostError(f"{_name(link, join)} is gone")
+            raise NodeLostError(f"{_name(link, join)} has closed its connection")
 
 
 def _name(link: NodeLink, join: Join) -> str:
@@ -388,20 +394,20 @@ def accept_links(
     links: Links,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Accept the connections of this node's ranks to those of higher nodes.
+    """Accept the connections from ranks of higher nodes to this node's ranks, and add them to ``links``.
 
     Args:
-        check: raises where it is of no use to wait any more.
+        check: called while waiting; raises to stop waiting.
 
-    Raises ``UnreachableError``.
+    Raises ``UnreachableError`` after ``LINK_TIMEOUT``.
     """
     missing = {pair for pair in connections(ranks) if ranks[pair[0]].node == node}
     deadline = time.monotonic() + LINK_TIMEOUT
     while missing:
         check()
         if time.monotonic() > deadline:
-            hosts = sorted({ranks[higher].node for _, higher in missing})
-            raise UnreachableError(f"nodes {', '.join(map(str, hosts))} have not connected their ranks to node {node}")
+            nodes = sorted({ranks[higher].node for _, higher in missing})
+            raise UnreachableError(f"nodes {', '.join(map(str, nodes))} have not connected their ranks to node {node}")
         if not (link := listener.next(POLL)):
             continue
         try:
@@ -425,7 +431,7 @@ def connect_links(
     options: EngineOptions,
     links: Links,
 ) -> None:
-    """Connect this node's ranks to those of lower nodes. Raises ``OSError``."""
+    """Connect this node's ranks to those of lower nodes, and add the connections to ``links``. Raises ``OSError``."""
     for lower, higher in connections(ranks):
         if ranks[higher].node == node:
             peer = ranks[lower].node
@@ -444,10 +450,7 @@ def _add(links: Links, rank: int, peer: int, link: NodeLink, options: EngineOpti
 
 
 def close_links(links: Links) -> None:
-    for sockets in _all(links):
-        os.close(sockets.descriptor)
+    for sockets in links.values():
+        for each in sockets:
+            os.close(each.descriptor)
     links.clear()
-
-
-def _all(links: Links) -> Iterable[PeerSocket]:
-    return (each for sockets in links.values() for each in sockets)

@@ -1,7 +1,7 @@
 """A ring buffer in shared memory that carries messages from one process to another (Linux).
 
-Two kernel counters (``eventfd``) hold the bytes that were written and not yet noticed by the reader, and those that
-were read and not yet noticed by the writer. A process that waits polls its counter, and the other process's end.
+Two kernel counters (``eventfd``) hold the number of bytes written and not yet noticed by the reader, and of bytes read
+and not yet noticed by the writer. A waiting process polls its counter and the other process's pidfd.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ import msgspec
 from .poller import Poller
 
 HEADER = 8
-"""Bytes of a message's length, which precedes it, little-endian."""
+"""Size of the length prefix of a message, bytes (little-endian)."""
 
 
 class Descriptors(msgspec.Struct, frozen=True):
-    """File descriptors of a ring. The other process inherits them."""
+    """File descriptors of a ring, inherited by the other process."""
 
     memory: int
     written: int
+    """``eventfd`` that counts bytes written."""
     read: int
+    """``eventfd`` that counts bytes read."""
     capacity: int
+    """Size of the ring, bytes."""
 
     @classmethod
     def create(cls, capacity: int) -> Descriptors:
-        """Create a ring of ``capacity`` bytes."""
         memory = os.memfd_create("penstock-ring", os.MFD_CLOEXEC)
         os.ftruncate(memory, capacity)
         flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
@@ -47,10 +49,10 @@ class _RingEndpoint:
     """One end of a ring.
 
     Args:
-        own_eventfd: counter of bytes that this end may use: bytes to read, or free bytes to write.
-        peer_eventfd: counter to which this end adds the bytes that it has used.
-        available: bytes that this end may use at first.
-        poller: waits for the other process, and notices its end.
+        own_eventfd: counter of the bytes that became available to this end: bytes to read, or free bytes to write.
+        peer_eventfd: counter to which this end adds the bytes that it has read or written.
+        available: number of bytes available at first.
+        poller: waits for the other process and detects its end.
     """
 
     def __init__(
@@ -65,7 +67,6 @@ class _RingEndpoint:
         self._poller = poller
 
     def _has_available(self) -> bool:
-        """Whether there are bytes to use."""
         if not self._available:
             with contextlib.suppress(BlockingIOError):
                 self._available = os.eventfd_read(self._own_eventfd)
@@ -81,23 +82,16 @@ class _RingEndpoint:
 
 
 class Writer(_RingEndpoint):
-    """The end that sends messages.
-
-    Args:
-        descriptors: of the ring.
-        poller: waits for the reader's process, and notices its end.
-    """
+    """The end that sends messages."""
 
     def __init__(self, descriptors: Descriptors, poller: Poller) -> None:
         super().__init__(descriptors, descriptors.read, descriptors.written, descriptors.capacity, poller)
 
     def send(self, message: bytes, deadline: float = float("inf")) -> None:
-        """Send one message of any length. One that does not fit into the ring is written in parts, as it is read.
+        """Send a message of any length. A message longer than the ring's free space is written in parts as the other
+        end reads.
 
-        Args:
-            deadline: on the monotonic clock.
-
-        Raises ``TimeoutError`` where the other end does not read until the deadline, and ``PeerLostError``.
+        Raises ``TimeoutError`` if it is not written by the deadline (monotonic clock), and ``PeerLostError``.
         """
         left = memoryview(len(message).to_bytes(HEADER, "little") + message)
         while left:
@@ -110,26 +104,21 @@ class Writer(_RingEndpoint):
 
 
 class Reader(_RingEndpoint):
-    """The end that receives messages.
-
-    Args:
-        descriptors: of the ring.
-        poller: waits for the writer's process, and notices its end.
-    """
+    """The end that receives messages."""
 
     def __init__(self, descriptors: Descriptors, poller: Poller) -> None:
         super().__init__(descriptors, descriptors.written, descriptors.read, 0, poller)
         self.descriptor = descriptors.written
-        """Readable when there may be a message."""
+        """File descriptor that is readable when there may be a message."""
         self._buffer = bytearray()
-        """Bytes that were fetched from the ring and not yet returned."""
+        """Bytes fetched from the ring and not yet returned."""
 
     def has_message(self) -> bool:
-        """Whether a message has begun to arrive; ``receive`` may still have to wait for the rest of it."""
+        """True if at least a part of a message has arrived; ``receive`` may wait for the rest."""
         return self.fetch() or bool(self._buffer)
 
     def fetch(self) -> bool:
-        """Move bytes from the ring to a buffer of this process, without waiting. Returns whether there were any."""
+        """Move bytes from the ring to a buffer in this process, without waiting. Returns True if there were any."""
         found = False
         while self._has_available():
             count = min(self._available, self._capacity - self._offset)
@@ -139,13 +128,8 @@ class Reader(_RingEndpoint):
         return found
 
     def receive(self, deadline: float = float("inf")) -> bytes:
-        """Wait for the next message.
-
-        Args:
-            deadline: on the monotonic clock.
-
-        Raises ``TimeoutError`` where it has not come until then, and ``PeerLostError``.
-        """
+        """Wait for the next message. Raises ``TimeoutError`` at the deadline (monotonic clock), and
+        ``PeerLostError``."""
         while True:
             if len(self._buffer) >= HEADER:
                 end = HEADER + int.from_bytes(self._buffer[:HEADER], "little")

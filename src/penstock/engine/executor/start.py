@@ -1,4 +1,4 @@
-"""The choice of an executor."""
+"""Creates the executor selected by the options."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from .base import Executor
 
 
 def start_executor(options: EngineOptions, max_in_flight: int, logs: LogOptions | None) -> Executor:
-    """The executor that the options name; nothing is loaded yet."""
+    """Create the executor selected by ``distributed_executor_backend``. Does not load the model."""
     several = options.tensor_parallel_size * options.pipeline_parallel_size > 1
     if several and options.distributed_executor_backend == "uni":
-        raise invalid("distributed_executor_backend", "several ranks need processes of their own (mp)")
+        raise invalid("distributed_executor_backend", "several ranks need worker processes: use mp or ray, not uni")
     if several and options.distributed_executor_backend == "ray":
         from .ray_executor import RayExecutor
 

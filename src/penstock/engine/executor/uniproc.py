@@ -1,4 +1,4 @@
-"""The executor with one worker in the engine's own process."""
+"""The executor with one worker, in the engine's process."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from .base import Executor
 
 
 class UniProcExecutor(Executor):
-    """Computes steps in ``submit`` itself where ``max_in_flight`` is 1, else in a thread. On a GPU ``submit`` only
-    launches a step, and ``collect`` waits for it, without a thread.
+    """Executor with one worker in this process.
+
+    On a CPU ``submit`` computes the step, or passes it to a thread if ``max_in_flight`` exceeds 1. On a GPU
+    ``submit`` launches the step and ``collect`` waits for it, without a thread.
 
     Args:
-        options: of the engine.
-        max_in_flight: maximum number of steps in flight at the same time.
+        options: options of the engine.
+        max_in_flight: maximum number of steps submitted and not collected.
     """
 
     def __init__(self, options: EngineOptions, max_in_flight: int = 1) -> None:
@@ -30,7 +32,7 @@ class UniProcExecutor(Executor):
         self._max_in_flight = max_in_flight
         self._thread: ThreadPoolExecutor | None = None
         self._steps: deque[Callable[[], StepOutput]] = deque()
-        """Steps that were not collected: functions that wait for them."""
+        """Functions that wait for the steps in flight, oldest first."""
 
     def submit(self, step: StepInput, grammar_bitmask: Future[np.ndarray] | None = None) -> None:
         if self._thread:

@@ -1,4 +1,4 @@
-"""The worker process, which a fork server forks for ``MultiprocExecutor``. It ends when the executor's process does."""
+"""The worker process, forked by a fork server for ``MultiprocExecutor``. It ends when the executor's process ends."""
 
 from __future__ import annotations
 
@@ -27,19 +27,8 @@ from penstock.parallel.pipeline import Receiver, Sender
 from ..exit_status import LINK_LOST
 from ..step import LoadModel, StepInput, StepOutput, encoder
 from ..worker.worker import Worker
-from .layout import RankInfo, meeting_point
-from .messages import (
-    Call,
-    CallReply,
-    Close,
-    Failed,
-    FromWorker,
-    GrammarBitmask,
-    Start,
-    StepReply,
-    ToWorker,
-    to_worker,
-)
+from .layout import RankInfo, rendezvous_file
+from .messages import Call, CallReply, Close, Failed, FromWorker, GrammarBitmask, Start, StepReply, ToWorker, to_worker
 from .poller import PeerLostError, Poller
 from .ring import Reader, Writer
 
@@ -47,12 +36,12 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerProcess:
-    """Answers the messages of an executor in their order."""
+    """Executes an executor's messages in order."""
 
     def __init__(self, start: Start) -> None:
         rank_info = start.rank_info
         self._replies = rank_info.rank == 0 and rank_info.stage == rank_info.stages - 1
-        """Whether this is the rank that answers steps."""
+        """True if this rank replies to steps."""
         self._parent = parent = os.pidfd_open(start.parent)
         poller = Poller(parent)
         previous: Receiver | None = Reader(start.previous, poller) if start.previous else None
@@ -68,10 +57,10 @@ class WorkerProcess:
         self._reader = Reader(start.inbox, poller)
         self._writer = Writer(start.outbox, poller)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """``eventfd`` that is readable once an adapter has been read."""
+        """``eventfd`` that becomes readable when an adapter has been read."""
         self._running: deque[Callable[[], StepOutput]] = deque()
-        """Steps that are submitted and not answered; where the worker is ``asynchronous``, one may wait for its device
-        while the next is submitted."""
+        """Functions that wait for the steps in flight, oldest first. If the worker is ``asynchronous``, one step may
+        be in flight while the next is submitted."""
         self._poll = select.poll()
         for descriptor in (self._reader.descriptor, parent, self._wake):
             self._poll.register(descriptor, select.POLLIN)
@@ -114,30 +103,30 @@ class WorkerProcess:
                     reading.add_done_callback(lambda _: os.eventfd_write(self._wake, 1))
                 if isinstance(call, LoadModel):
                     gc.collect()
-                    gc.freeze()  # objects that exist now stay, so that later collections need not visit them
+                    gc.freeze()  # exclude the loaded model from later collections
 
     def _submit(self, step: StepInput) -> Callable[[], StepOutput]:
-        """Submit a step. Returns the function that waits for its output, or raises its error."""
+        """Submit a step. Returns a function that waits for its output, or raises its error."""
         grammar_bitmask = _IncomingBitmask(self._reader) if step.has_grammar_bitmask else None
         submitted = self._worker.submit(step, grammar_bitmask)
         if grammar_bitmask:
-            grammar_bitmask.result()  # a step that failed before reading it must not leave it in the ring
+            grammar_bitmask.result()  # take it from the ring even if the step failed before reading it
         return submitted
 
     def _answer_step(self) -> None:
-        """Wait for the oldest submitted step, and answer it if this rank does."""
+        """Wait for the oldest step in flight, and send the reply if this rank replies to steps."""
         result = self._running.popleft()
         if self._replies:
             self._reply(lambda: StepReply(result()), StepReply())
             return
-        try:  # the rank that replies has the same output, or fails with this rank
+        try:  # the replying rank has the same output, or fails together with this rank
             result()
         except Exception as error:
             _failed(error)
 
     def _reply(self, make: Callable[[], FromWorker], otherwise: FromWorker) -> None:
-        """Send the message that ``make`` returns. Where it cannot be made, or not be encoded since a value in it has
-        more than ``MAX_VALUE_BYTES``, send ``otherwise`` with the error as its ``failed``."""
+        """Send the message returned by ``make``. If ``make`` fails, or a value exceeds ``MAX_VALUE_BYTES`` when
+        encoded, send ``otherwise`` with ``failed`` set to the error."""
         try:
             message = encoder.encode(make())
         except Exception as error:
@@ -156,7 +145,7 @@ class WorkerProcess:
 
 
 class _IncomingBitmask(Future[np.ndarray]):
-    """The grammar bitmask, which is the next message after its step. ``result`` reads it."""
+    """The grammar bitmask, the next message after its step. ``result`` reads it from the ring."""
 
     def __init__(self, reader: Reader) -> None:
         super().__init__()
@@ -171,10 +160,10 @@ class _IncomingBitmask(Future[np.ndarray]):
 
 
 def _options_and_group(start: Start) -> tuple[EngineOptions, Group]:
-    """The rank's group, and the options with its share of the cores, to which it is bound."""
+    """Bind the process to the rank's cores. Returns the options with the rank's threads and device, and its group."""
     if start.memory is None:
         return start.options, SINGLE_RANK
-    from penstock.parallel.shared_memory import SPINS, PeerLink, SharedMemoryGroup  # which needs the compiled kernels
+    from penstock.parallel.shared_memory import SPINS, PeerLink, SharedMemoryGroup  # needs the compiled kernels
 
     rank_info, usable = start.rank_info, usable_cores()
     threads = max(1, usable // rank_info.local_size)
@@ -197,21 +186,21 @@ def _options_and_group(start: Start) -> tuple[EngineOptions, Group]:
         options = msgspec.structs.replace(options, device=device)
         last = int(device.removeprefix("cuda:")) + rank_info.local_size - 1 - rank_info.local_rank
         if last >= torch.cuda.device_count():
-            return options, group  # which loading the model refuses
+            return options, group  # loading the model reports the missing GPU
     if rank_info.size == 1 or links or (device is None and options.ops != "cuda"):
         return options, group
     from penstock.parallel.device_group import DeviceGroup
 
     return options, DeviceGroup(
-        group, torch.device(device or "cpu"), meeting_point(start.memory, start.parent, rank_info.stage)
+        group, torch.device(device or "cpu"), rendezvous_file(start.memory, start.parent, rank_info.stage)
     )
 
 
 def gpu_of_rank(device: str, rank_info: RankInfo) -> str | None:
-    """The GPU of one of several ranks, ``cuda:N``, whether it is there or not; None where they compute on CPUs.
+    """GPU of one of several ranks, ``cuda:N``, which may not exist; None on CPUs.
 
     Args:
-        device: the option; ``cuda:N`` is the GPU of the first rank.
+        device: the option ``device``; with ``cuda:N``, ``N`` is the GPU of the node's first rank.
     """
     if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
         first = device.partition(":")[2]
@@ -220,7 +209,7 @@ def gpu_of_rank(device: str, rank_info: RankInfo) -> str | None:
 
 
 def _failed(error: BaseException) -> Failed:
-    if isinstance(error, ConnectionError):  # of another node, without which no step can be computed
+    if isinstance(error, ConnectionError):  # another node is lost, so no further step can be computed
         logger.error("%s", error)
         raise SystemExit(LINK_LOST) from error
     if isinstance(error, PenstockError):
@@ -229,17 +218,17 @@ def _failed(error: BaseException) -> Failed:
     return Failed(f"{type(error).__name__}: {error}")
 
 
-def _end_with(parent: int) -> None:
-    """Wait until the executor's process ends, then end this one, in the middle of a step if need be."""
+def _exit_with(parent: int) -> None:
+    """Wait until the executor's process ends, then exit at once, even within a step."""
     with contextlib.suppress(ProcessLookupError):
         select.select([os.pidfd_open(parent)], [], [])
     os._exit(1)
 
 
 def run(start: Start) -> None:
-    """Work until the executor says ``Close``, or its process ends."""
+    """Run the worker until the executor sends ``Close`` or its process ends."""
     if start.logs:
         logs.set_up(start.logs, "worker")
-    threading.Thread(target=_end_with, args=(start.parent,), daemon=True).start()
+    threading.Thread(target=_exit_with, args=(start.parent,), daemon=True).start()
     with contextlib.suppress(PeerLostError):
         WorkerProcess(start).run()

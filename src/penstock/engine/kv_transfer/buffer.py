@@ -1,4 +1,4 @@
-"""The transfer buffer: keys and values in the canonical layout, in memory that an engine and its workers share."""
+"""The transfer buffer: keys and values in the canonical layout, in memory shared by an engine and its workers."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ import numpy as np
 from ..step import TransferMemory
 
 HEADER_BYTES = 16384
-"""Bytes before the epochs: the identity, ``IDENTITY_BYTES`` long, and from ``PROGRESS`` on the ranks' progress."""
+"""Byte offset of the slots' epochs. Before them are the identity and, from ``PROGRESS`` on, the ranks' progress."""
 IDENTITY_BYTES = 16
 SLOT_TOKENS = 64
-"""Tokens in a slot, whatever the block size of an engine."""
+"""Number of tokens per slot, independent of an engine's block size."""
 PROGRESS = 8
-"""Index of rank 0's progress in the memory, taken as int64; the other ranks' follow."""
+"""Offset of rank 0's progress, in int64 elements. The other ranks' follow."""
 
 
 class TransferBuffer:
-    """Slots of ``SLOT_TOKENS`` tokens each. The memory begins with a header, which other processes of the host read,
-    too: an identity, and the epoch of each slot, which counts its allocations and releases. Threads may share it.
+    """Slots of ``SLOT_TOKENS`` tokens each. Thread-safe.
+
+    The memory begins with a header, which other processes on the host read: a random identity, the ranks' progress,
+    and the epoch of each slot, which counts its allocations and releases.
 
     Args:
         slots: number of slots.
-        layer_offsets: byte within a slot at which each layer begins, and the bytes of a slot.
+        layer_offsets: byte offset of each layer within a slot, followed by the size of a slot.
     """
 
     def __init__(self, slots: int, layer_offsets: Sequence[int]) -> None:
@@ -34,12 +36,12 @@ class TransferBuffer:
         self.layer_offsets = layer_offsets
         self.num_layers = len(layer_offsets) - 1
         self.slot_bytes = slot_bytes = layer_offsets[-1]
-        """Bytes of a slot, all layers together."""
+        """Size of a slot, all layers together, bytes."""
         self.offset = data_offset(slots)
-        """Bytes before the first slot."""
+        """Byte offset of the first slot."""
         self.descriptor = os.memfd_create("penstock-kv-transfer", os.MFD_CLOEXEC)
         self.size = self.offset + slots * slot_bytes
-        os.ftruncate(self.descriptor, self.size)  # memory is taken as it is written
+        os.ftruncate(self.descriptor, self.size)  # pages are allocated when first written
         self._memory = mmap.mmap(self.descriptor, self.size)
         self.identity = os.urandom(IDENTITY_BYTES)
         self._memory[:IDENTITY_BYTES] = self.identity
@@ -52,20 +54,20 @@ class TransferBuffer:
 
     @property
     def memory(self) -> TransferMemory:
-        """What workers need to map the buffer."""
+        """Parameters with which workers map the buffer."""
         return TransferMemory(self.path, self.offset, self.num_slots, SLOT_TOKENS, PROGRESS)
 
     @property
     def path(self) -> str:
-        """Where other processes of the same user and host can open the memory."""
+        """Path at which other processes of the same user and host can open the memory."""
         return f"/proc/{os.getpid()}/fd/{self.descriptor}"
 
     def progress(self, rank: int) -> int:
-        """The progress of a rank (``ops.LayerExport.progress``)."""
+        """Progress of a rank in the current step (``ops.LayerExport.progress``)."""
         return int(self._progress[rank])
 
     def layers(self, slot: int, first: int, last: int) -> memoryview:
-        """The memory of layers ``first`` to ``last`` of a slot."""
+        """Memory of layers ``first`` to ``last`` (exclusive) of a slot."""
         return self.data[slot, self.layer_offsets[first] : self.layer_offsets[last]].data
 
     @property
@@ -73,7 +75,7 @@ class TransferBuffer:
         return len(self._free)
 
     def allocate(self) -> tuple[int, int] | None:
-        """Slot and epoch; None where no slot is free."""
+        """Allocate a slot. Returns the slot and its epoch; None if no slot is free."""
         with self._lock:
             if not self._free:
                 return None
@@ -82,21 +84,21 @@ class TransferBuffer:
             return slot, int(self._epochs[slot])
 
     def release(self, slot: int) -> None:
-        """Free a slot, which nobody reads or writes any more. Its epoch ends."""
+        """Free a slot and end its epoch. No thread or worker may still use the slot."""
         with self._lock:
             assert slot not in self._free, f"slot {slot} released twice"
             self._epochs[slot] += 1
             self._free.append(slot)
 
     def holds(self, slot: int, epoch: int) -> bool:
-        """Whether a slot has this epoch still."""
+        """True if the slot still has this epoch."""
         return bool(self._epochs[slot] == epoch)
 
     def close(self) -> None:
-        """Close the descriptor. The memory stays while anything refers to it."""
+        """Close the file descriptor. The memory lives as long as it is referenced."""
         os.close(self.descriptor)
 
 
 def data_offset(slots: int) -> int:
-    """Bytes before the first of ``slots`` slots: header and epochs, in whole pages."""
+    """Byte offset of the first of ``slots`` slots: size of header and epochs, rounded up to pages."""
     return HEADER_BYTES + -(-8 * slots // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,7 +1,7 @@
-"""A connection between two engines: frames of messages over a socket, in an asyncio event loop.
+"""A connection between two engines: framed messages over a socket, in an asyncio event loop.
 
-A frame is the length of a message (4 bytes, little-endian) and the message; after ``Data`` follow as many bytes as it
-says.
+A frame is the length of a message (4 bytes, little-endian) and the message. ``Data`` is followed by the bytes of its
+piece.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from .messages import Data, Message, decode, encode
 MAX_MESSAGE = 64 * 2**20
 """Maximum size of a message, bytes."""
 BUFFER_BYTES = 4 * 2**20
-"""Size of the kernel's buffers, bytes; it may allow less."""
+"""Requested size of the kernel's socket buffers, bytes."""
 DISCARD_BYTES = 2**20
 
 
 class Connection:
-    """Sends and receives messages. Methods raise ``ConnectionError`` where the connection is lost, or the peer sends
-    something else.
+    """Sends and receives messages. Methods raise ``ConnectionError`` if the connection is lost or the peer sends an
+    invalid message.
 
     Args:
-        connected: socket, which is this object's from now on.
+        connected: connected socket. This object takes ownership of it.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -38,27 +38,27 @@ class Connection:
         self._length = memoryview(bytearray(4))
 
     async def send(self, message: Message, data: memoryview | None = None) -> None:
-        """Send a message, and what follows it. Sends must not overlap."""
+        """Send a message, and the bytes of its piece. Sends must not overlap."""
         encoded = encode(message)
         await self._loop.sock_sendall(self._socket, len(encoded).to_bytes(4, "little") + encoded)
         if data is not None:
             await self._loop.sock_sendall(self._socket, data)
 
     async def receive(self) -> Message:
-        """The next message. After ``Data``, ``receive_into`` or ``discard`` has to follow."""
+        """Receive the next message. After ``Data``, call ``receive_into`` or ``discard``."""
         await self.receive_into(self._length)
         size = int.from_bytes(self._length, "little")
         if size > MAX_MESSAGE:
-            raise ConnectionError(f"it sends a message of {size} bytes")
+            raise ConnectionError(f"it sent a message of {size} bytes, more than the limit of {MAX_MESSAGE}")
         data = memoryview(bytearray(size))
         await self.receive_into(data)
         try:
             return decode(data)
         except (msgspec.MsgspecError, RecursionError) as error:
-            raise ConnectionError(f"it sends what cannot be decoded: {error}") from error
+            raise ConnectionError(f"it sent a message that cannot be decoded: {error}") from error
 
     async def receive_into(self, data: memoryview, checksum: xxh3_64 | None = None) -> None:
-        """Fill ``data`` with what follows, and update ``checksum`` with it."""
+        """Fill ``data`` with the next bytes, and update ``checksum`` with them."""
         while data:
             count = await self._loop.sock_recv_into(self._socket, data)
             if not count:
@@ -68,7 +68,7 @@ class Connection:
             data = data[count:]
 
     async def discard(self, data: Data) -> None:
-        """Drop what follows ``data``."""
+        """Receive and drop the bytes of the piece."""
         left, scratch = data.size, memoryview(bytearray(min(data.size, DISCARD_BYTES)))
         while left:
             part = scratch[: min(left, len(scratch))]

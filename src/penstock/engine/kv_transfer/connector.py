@@ -1,4 +1,4 @@
-"""The KV connector: what an engine with KV transfers has besides the others."""
+"""The KV connector: an engine's interface to KV transfers."""
 
 from __future__ import annotations
 
@@ -35,16 +35,17 @@ from .sender import Cancelled
 def model_layouts(
     options: EngineOptions, config_json: Mapping[str, Any], info: ModelInfo, slot_tokens: int = SLOT_TOKENS
 ) -> list[TransferLayout]:
-    """The place of each of the model's layers in a slot."""
+    """Layout of each of the model's layers in a slot."""
     specs = kv_specs(model_size_of(config_json), slot_tokens, options.kv_cache_dtype, info.dtype)
     return transfer_layouts(specs, slot_tokens)
 
 
 def new_transfer_buffer(options: EngineOptions, layouts: list[TransferLayout]) -> TransferBuffer:
-    """The transfer buffer of an engine. Raises ``PenstockError`` (``invalid``) where it would not hold a slot."""
+    """Create an engine's transfer buffer. Raises ``PenstockError`` if ``kv_buffer_size`` is less than one slot, or
+    the engine runs on several nodes."""
     if options.nnodes > 1:
-        words = "an instance on several nodes (nnodes) must be mixed: its KV lies on all of them"
-        raise PenstockError(Code.UNSUPPORTED, words, "role")
+        message = "an instance on several nodes (nnodes) must have the role mixed: its KV cache is spread over them"
+        raise PenstockError(Code.UNSUPPORTED, message, "role")
     slots = options.kv_buffer_size // layouts[0].slot_bytes
     if not slots:
         size = layouts[0].slot_bytes
@@ -53,13 +54,13 @@ def new_transfer_buffer(options: EngineOptions, layouts: list[TransferLayout]) -
 
 
 class KVConnector:
-    """Transfers of an engine. Use it in the thread that runs the steps.
+    """KV transfers of an engine, as prefill or decode instance. Not thread-safe: use it in the engine's thread.
 
     Args:
-        add: ``Engine.add``.
-        adapter_version: as in ``KVExports``.
+        add: see ``KVExports``.
+        adapter_version: see ``KVExports``.
 
-    Raises ``PenstockError`` (``invalid``) where there is no secret, or a prefill engine cannot listen.
+    Raises ``PenstockError`` (``invalid``) if the cluster secret is missing or a prefill engine cannot listen.
     """
 
     def __init__(
@@ -76,10 +77,9 @@ class KVConnector:
     ) -> None:
         layouts = model_layouts(options, config_json, info)
         self.buffer = buffer
-        """The transfer buffer."""
         self._weights_version = info.weights_version
         self.wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """Descriptor that is readable when ``poll`` has something to do."""
+        """File descriptor (``eventfd``) that is readable when ``poll`` has work."""
         self._activity: Future[None] = Future()
         instance = Instance(
             weights_version=info.weights_version,
@@ -108,10 +108,10 @@ class KVConnector:
         try:
             self.endpoint = Endpoint(instance, buffer, stages, transfer_options, self._wake)
         except OSError as error:
-            words = f"KV transfers cannot listen at {transfer_options.listen}: {error.strerror}"
-            raise invalid("kv_port", words) from error
+            message = f"cannot listen at {transfer_options.listen} for KV transfers: {error.strerror}"
+            raise invalid("kv_port", message) from error
         self.address = ""
-        """Where decode engines reach a prefill engine, ``host:port``; empty for a decode engine."""
+        """Address (``host:port``) of a prefill engine for decode engines; empty for a decode engine."""
         if self.endpoint.port:
             self.address = options.kv_advertised_address or join_address(host, self.endpoint.port)
         self.imports = KVImports(self.endpoint, executor, scheduler.kv, options, info.weights_version)
@@ -119,34 +119,34 @@ class KVConnector:
         scheduler.before_release = self.exports.before_release
 
     def set_weights(self, version: str) -> None:
-        """This engine's weights have changed: transfers under way end, and no KV of other weights is taken."""
+        """Use another version of the weights: end all transfers, and accept only KV of this version."""
         self._weights_version = version
         self.endpoint.set_weights(version)
         self.imports.set_weights(version)
 
     def set_suspended(self, suspended: bool) -> None:
-        """Begin no transfers while the engine sleeps, as there is no KV cache; those under way end."""
+        """Suspend transfers while the engine sleeps and has no KV cache. Ends the current ones."""
         if suspended and not self.imports.suspended:
             self.set_weights(self._weights_version)
         self.imports.suspended = self.exports.suspended = suspended
 
     @property
     def activity(self) -> Future[None]:
-        """Done when ``poll`` has something to do."""
+        """Future that is done when ``poll`` has work."""
         return self._activity
 
     @property
     def busy(self) -> bool:
-        """Whether ``poll`` has something to do."""
+        """True if ``poll`` has work."""
         return self._activity.done() or self.imports.busy or self.exports.busy
 
     @property
     def has_unread(self) -> bool:
-        """Whether decode engines have not read all that was exported for them, or this engine is importing."""
+        """True if the buffer holds exports that decode engines have not read, or imports of this engine."""
         return self.buffer.num_free < self.buffer.num_slots
 
     def poll(self) -> None:
-        """Do what is to be done between two steps. Raises ``WorkerLostError``."""
+        """Handle events, and continue imports and exports between two steps. Raises ``WorkerLostError``."""
         if self._activity.done():
             self._activity = Future()
             with contextlib.suppress(BlockingIOError):
@@ -161,17 +161,16 @@ class KVConnector:
 
     @property
     def counts(self) -> dict[str, Any]:
-        """Counters since the start, and the slots of the transfer buffer, by their names."""
-        own = {
+        """Counters since the start (``TransferStats`` and others), and the use of the transfer buffer."""
+        return msgspec.structs.asdict(self.endpoint.stats) | {
             "recomputed": self.imports.num_recomputed,
             "seconds": self.imports.seconds,
             "slots": self.buffer.num_slots,
             "slots_used": self.buffer.num_slots - self.buffer.num_free,
         }
-        return msgspec.structs.asdict(self.endpoint.stats) | own
 
     def close(self) -> None:
-        """End all transfers, and close descriptors. Nothing else may be called after it."""
+        """End all transfers, and close file descriptors. The object cannot be used afterwards."""
         self.endpoint.close()
         if self.wakeup >= 0:
             self.buffer.close()
@@ -179,7 +178,7 @@ class KVConnector:
             self.wakeup = -1
 
     def _wake(self) -> None:
-        """In the endpoint's thread: have ``poll`` called."""
-        os.eventfd_write(self.wakeup, 1)  # before the future is done: ``poll`` reads it then, and not again
+        """Request a ``poll``. Called in the endpoint's thread."""
+        os.eventfd_write(self.wakeup, 1)  # before the future: ``poll`` reads the eventfd once the future is done
         with contextlib.suppress(InvalidStateError):
             self._activity.set_result(None)

@@ -1,4 +1,4 @@
-"""The thread that runs an engine's KV transfers, as sender, as receiver or as both, while the engine computes."""
+"""The thread that runs an engine's KV transfers, as sender, receiver or both, while the engine computes."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 1024
 PROGRESS_INTERVAL = 0.002
-"""Seconds between two looks at the progress of a step that exports keys and values."""
+"""Seconds between two checks of the progress of an exporting step."""
 OFFER_BYTES = 2**24
-"""Bytes that are offered together."""
+"""Maximum size of the pieces of one offer, bytes."""
 OFFERS_PER_STEP = 8
-"""Number of times that layers of a step are offered while it is computed, at most."""
+"""Maximum number of times that layers of a step are offered during its computation."""
 
 
 @dataclass
@@ -45,21 +45,21 @@ class _Step:
 
     number: int
     exported: list[tuple[bytes, list[Exported]]]
-    """Transfers, and their slots that are complete with this step."""
+    """Transfers, each with the slots completed by this step."""
     offered: list[int]
-    """Number of layers that were offered, of each pipeline stage."""
+    """Number of layers offered so far, by pipeline stage."""
 
 
 class Endpoint:
-    """Runs transfers in a thread. Its methods may be called by any other one.
+    """Runs transfers in a thread. Methods may be called from any other thread.
 
     Args:
-        instance: of this engine.
-        buffer: the engine's transfer buffer.
+        instance: properties of this engine.
+        buffer: transfer buffer of this engine.
         stages: layers and world ranks of each pipeline stage.
-        wake: called, in the thread, when ``take_events`` has something.
+        wake: called in the thread when ``take_events`` has events.
 
-    Raises ``OSError`` where it cannot listen, and ``PenstockError`` where NIXL is missing.
+    Raises ``OSError`` if it cannot listen, and ``PenstockError`` if NIXL is missing.
     """
 
     def __init__(
@@ -78,20 +78,20 @@ class Endpoint:
         self._wake = wake
         self._events: deque[Event] = deque()
         self._outgoing: dict[bytes, SenderLink] = {}
-        """Transfer → where it goes."""
+        """Transfer → connection to its decode engine."""
         self._incoming: dict[bytes, ReceiverLink] = {}
-        """Transfer → where it comes from."""
+        """Transfer → connection to its prefill engine."""
         self._peers: dict[str, tuple[ReceiverLink, asyncio.Task[Any]]] = {}
-        """By address, with the task that runs it."""
+        """Connections to prefill engines by address, with the tasks that run them."""
         self._stages = stages
         self._steps: list[_Step] = []
-        """Steps in flight that export something, the oldest first."""
+        """Steps in flight that export tokens, oldest first."""
         self._steps_changed = asyncio.Event()
         self._work: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
-        """What is to be done for decode engines."""
+        """Calls queued by ``_enqueue``."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self.port = 0
-        """TCP port that is listened at; 0 where there is none."""
+        """TCP port for decode engines; 0 if it does not listen."""
         self._serving: set[asyncio.Task[Any]] = set()
         """Connections from decode engines."""
         self._listener: socket.socket | None = None
@@ -104,56 +104,56 @@ class Endpoint:
         self._thread.start()
 
     def take_events(self) -> list[Event]:
-        """What has happened since the last call."""
+        """Remove and return the events since the last call."""
         events = []
         while self._events:
             events.append(self._events.popleft())
         return events
 
     def set_weights(self, version: str) -> None:
-        """This engine's weights have changed: all transfers end, and connections are made anew, with engines that have
-        the same ones."""
+        """Use another version of the weights: end all transfers and connections. New connections need engines with the
+        same version."""
         self._call(self._set_weights, version)
 
     # --- For a decode engine ------------------------------------------------------------------------------------------
 
     def pull(self, address: str, pull: Pull) -> None:
-        """Begin a transfer from the prefill engine at ``host:port``. ``Completed`` or ``Broken`` will follow."""
+        """Start a transfer from the prefill engine at ``address`` (``host:port``). It ends with the event ``Completed``
+        or ``Broken``."""
         self._call(self._pull, address, pull)
 
     def stop(self, transfer: bytes) -> None:
-        """End a transfer that this engine pulls."""
+        """End a transfer pulled by this engine."""
         self._call(self._stop, transfer)
 
     def imported(self, arrived: list[Arrived]) -> None:
-        """Pieces have been imported, or dropped: their places in the buffer are free."""
+        """Free the memory of pieces that were imported or dropped."""
         self._call(self._imported, arrived)
 
     # --- For a prefill engine -----------------------------------------------------------------------------------------
 
     def offer(self, transfer: bytes, exported: list[Exported], first_layer: int, last_layer: int) -> None:
-        """Offer layers of slots that this engine has exported."""
+        """Offer exported layers ``first_layer`` to ``last_layer`` (exclusive) of slots."""
         offsets = self.buffer.layer_offsets
-        few = max(1, OFFER_BYTES // (offsets[last_layer] - offsets[first_layer]))
-        for begin in range(0, len(exported), few):
-            self._do(self._offer, transfer, exported[begin : begin + few], first_layer, last_layer)
+        count = max(1, OFFER_BYTES // (offsets[last_layer] - offsets[first_layer]))
+        for begin in range(0, len(exported), count):
+            self._enqueue(self._offer, transfer, exported[begin : begin + count], first_layer, last_layer)
 
     def step_submitted(self, number: int, exported: list[tuple[bytes, list[Exported]]]) -> None:
-        """A step was sent to the workers that exports slots of transfers. Their layers are offered as the workers'
-        progress tells of them."""
+        """Called when a step that exports slots was sent to the workers. Layers are offered as the workers progress."""
         self._call(self._watch, _Step(number, exported, [0] * len(self._stages)))
 
     def step_done(self, number: int, failed: bool) -> None:
-        """That step was computed, and all its layers are exported, or it has failed."""
-        self._do(self._end_step, number, failed)
+        """Called when a submitted step is computed or has failed."""
+        self._enqueue(self._end_step, number, failed)
 
     def finish(self, transfer: bytes, num_cached: int) -> None:
-        """All of a transfer has been offered; ``num_cached`` leading tokens were cached."""
-        self._do(self._with_sender, transfer, lambda link: link.finish(transfer, num_cached))
+        """End a transfer whose slots have all been offered. The prefix cache had ``num_cached`` leading tokens."""
+        self._enqueue(self._with_sender, transfer, lambda link: link.finish(transfer, num_cached))
 
     def fail(self, transfer: bytes, failure: Failure) -> None:
-        """A transfer cannot be computed."""
-        self._do(self._with_sender, transfer, lambda link: link.fail(transfer, failure))
+        """End a transfer that cannot be computed."""
+        self._enqueue(self._with_sender, transfer, lambda link: link.fail(transfer, failure))
 
     def close(self) -> None:
         """End all transfers and the thread."""
@@ -166,18 +166,18 @@ class Endpoint:
         with contextlib.suppress(RuntimeError):  # closed
             self._loop.call_soon_threadsafe(function, *args)
 
-    def _do(self, function: Callable[..., None], *args: Any) -> None:
-        """Call a function in the thread, after those before it."""
+    def _enqueue(self, function: Callable[..., None], *args: Any) -> None:
+        """Call a function in the thread, after those queued before."""
         self._call(self._work.put_nowait, partial(function, *args))
 
-    async def _work_off(self) -> None:
-        """Do one thing after the other. What it has to send is sent before the next, so that the peer reads a piece
-        while the checksum of the next one is computed."""
+    async def _run_queue(self) -> None:
+        """Execute the queued calls in order. The messages of a call are sent before the next call, so that the peer
+        reads a piece while the checksum of the next one is computed."""
         while True:
             work = await self._work.get()
             try:
                 work()
-            except Exception:  # one transfer's; the others go on
+            except Exception:  # other transfers continue
                 logger.exception("a KV transfer has failed")
             await asyncio.sleep(0)
 
@@ -186,7 +186,7 @@ class Endpoint:
         if self._listener:
             self._spawn(self._listen(self._listener))
             self._spawn(self._watch_steps())
-            self._spawn(self._work_off())
+            self._spawn(self._run_queue())
         try:
             self._loop.run_forever()
         finally:
@@ -208,7 +208,7 @@ class Endpoint:
         self._steps_changed.set()
 
     async def _watch_steps(self) -> None:
-        """Offer layers while steps that export them are computed."""
+        """Offer layers of exporting steps during their computation."""
         while True:
             await self._steps_changed.wait()
             if not self._steps:
@@ -218,18 +218,18 @@ class Endpoint:
             await asyncio.sleep(PROGRESS_INTERVAL)
 
     def _offer_layers(self, step: _Step, done: bool = False) -> None:
-        """Offer the layers that a step has exported since the last call; all others with ``done``."""
-        few = max(1, self.buffer.num_layers // OFFERS_PER_STEP)
+        """Offer the layers that a step has exported since the last call; with ``done`` all remaining layers."""
+        min_layers = max(1, self.buffer.num_layers // OFFERS_PER_STEP)
         for i, (layers, ranks) in enumerate(self._stages):
             if i and not step.offered[0]:
-                return  # with the first layer the slots become the transfer's
+                return  # layer 0 must be offered first: it passes ownership of the slots
             if done:
                 count = len(layers)
             else:
                 progress = [divmod(self._context.buffer.progress(rank), 1 << PROGRESS_BITS) for rank in ranks]
                 count = min(layer if number == step.number else 0 for number, layer in progress)
             first = step.offered[i]
-            if count > first and (done or count - first >= min(few, len(layers))):
+            if count > first and (done or count - first >= min(min_layers, len(layers))):
                 step.offered[i] = count
                 for transfer, exported in step.exported:
                     if exported:
@@ -249,8 +249,8 @@ class Endpoint:
         while True:
             try:
                 connected, _ = await self._loop.sock_accept(listener)
-            except OSError as error:  # as where descriptors have run out
-                logger.error("a KV transfer connection could not be accepted: %s", error.strerror)
+            except OSError as error:  # for instance, no file descriptor is left
+                logger.error("cannot accept a KV transfer connection: %s", error.strerror)
                 await asyncio.sleep(1)
                 continue
             if len(self._tasks) > MAX_CONNECTIONS:
@@ -275,8 +275,8 @@ class Endpoint:
     def _pull(self, address: str, pull: Pull) -> None:
         self.stats.transfers += 1
         if address not in self._peers:
-            for idle in [one for one, (link, _) in self._peers.items() if link.is_idle]:
-                self._peers.pop(idle)[1].cancel()  # of an engine that may have started again, at another address
+            for idle in [other for other, (link, _) in self._peers.items() if link.is_idle]:
+                self._peers.pop(idle)[1].cancel()  # the engine may have restarted at another address
             link = ReceiverLink(self._context, address)
             self._peers[address] = link, self._spawn(link.run())
         link, _ = self._peers[address]

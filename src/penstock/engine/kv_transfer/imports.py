@@ -1,5 +1,5 @@
-"""A decode engine's part of KV transfers: requests wait while keys and values of their prompts are imported into blocks
-of the KV cache, between the steps of other requests."""
+"""The decode engine's side of KV transfers: requests wait until the keys and values of their prompts are imported into
+blocks of the KV cache, between the steps of other requests."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MIN_TOKENS = 32
-"""Prompts with fewer tokens to compute are computed here: the step costs little more than that of one token."""
+"""Minimum number of tokens to import. Fewer are computed here: such a step costs little more than one of one token."""
 MAX_IMPORT_BYTES = 32 * 2**20
-"""Bytes imported between two steps, so that running requests do not wait for long."""
+"""Maximum number of bytes imported between two steps, which limits the delay of running requests."""
 
 
 class _ImportFuture(Future[ImportedPrefix | None]):
-    """The result of an import. Whoever waits for it takes the blocks, or cancels it."""
+    """Future of an import. Its owner takes the blocks (sets ``taken``) or calls ``cancel``, which releases them."""
 
     def __init__(self, kv: KVCacheManager) -> None:
         super().__init__()
@@ -53,10 +53,10 @@ class _ImportFuture(Future[ImportedPrefix | None]):
 
 
 class _Import:
-    """A request whose prompt a prefill engine computes.
+    """A request whose prompt is computed by a prefill engine.
 
     Args:
-        adapter: name of its adapter.
+        adapter: name of the request's adapter.
     """
 
     def __init__(self, request: EngineRequest, adapter: str, future: _ImportFuture, kv: KVCacheManager) -> None:
@@ -64,31 +64,31 @@ class _Import:
         self.adapter = adapter
         self.future = future
         self.num_tokens = len(request.prompt) - 1
-        """Tokens to import: the last one is computed here, which gives the logits."""
+        """Number of prompt tokens to import: all except the last, which is computed here for its logits."""
         self.block_hashes = kv.prompt_hashes(request, self.num_tokens)
         self.addresses = deque(request.prefill)
-        """Prefill engines that have not been tried."""
+        """Addresses of prefill engines not tried yet."""
         self.address = ""
-        """The one that is asked."""
+        """Address of the current prefill engine."""
         self.blocks: list[int] = []
         """Blocks of the tokens to import, referenced."""
         self.num_present = 0
-        """Leading tokens that were in the prefix cache."""
+        """Number of leading tokens found in the prefix cache."""
         self.transfer = b""
-        """The transfer under way."""
+        """Id of the current transfer."""
         self.end: Completed | Failure | None = None
-        """How that transfer has ended; None while it goes on. A request that was cancelled has a failure."""
+        """Result of the current transfer; None until it ends. A failure if the request was cancelled."""
         self.outdated = False
-        """Whether the KV cache was emptied since it began."""
+        """True if the KV cache was emptied after the import had started."""
         self.num_importing = 0
-        """Pieces that the workers are importing."""
+        """Number of pieces that arrived and are not yet imported or dropped."""
         self.span: Span | None = None
-        """Of the transfer under way, where the request is traced."""
+        """Span of the current transfer, if the request is traced."""
         self.started = time.monotonic()
 
 
 class KVImports:
-    """Use it in the thread that runs the steps."""
+    """Imports the prompts of requests. Not thread-safe: use it in the engine's thread."""
 
     def __init__(
         self,
@@ -99,37 +99,40 @@ class KVImports:
         weights_version: str,
     ) -> None:
         self._by_priority = options.scheduling_policy == "priority"
-        """Whether requests begin in the order of their ``priority``."""
+        """True if requests are started in order of ``priority``."""
         self._timeout = options.kv_timeout
-        """Seconds that the first prompt in the queue waits for free blocks before it is computed here."""
+        """Maximum seconds that the first request in the queue waits for free blocks before it is computed here."""
         self._recompute = options.kv_load_failure == "recompute"
-        """Whether a prompt whose transfers fail is computed here; otherwise its request fails."""
+        """True if a prompt is computed here after its transfers failed; otherwise the request fails."""
         self._endpoint = endpoint
         self._executor = executor
         self._kv = kv
         self._weights_version = weights_version
         self._queue: deque[_Import] = deque()
-        """Imports that have not begun, in the order in which they will."""
+        """Imports not started yet, in scheduling order."""
         self._first_since = 0.0
-        """Since when the first of them is the first."""
+        """Time since which the first import in the queue has been the first."""
         self._active: dict[bytes, _Import] = {}
         """Transfer → import."""
         self._arrivals: deque[tuple[_Import, Arrived]] = deque()
+        """Pieces to import."""
         self._calls: list[tuple[Future[Any], list[tuple[_Import, Arrived]]]] = []
+        """Unfinished ``ImportKV`` calls, with their pieces."""
         self.suspended = False
-        """Whether no import begins, as there is no KV cache."""
+        """True if the engine sleeps and has no KV cache: no import starts."""
         self.tracer: Tracer | None = None
-        """Makes a span of each transfer; None without traces."""
+        """Creates a span for each transfer; None if tracing is off."""
         self.num_recomputed = 0
-        """Requests whose prompts were computed here since their transfers failed."""
+        """Number of requests computed here because their transfers failed."""
         self.seconds = 0.0
-        """Time of all completed transfers, the computation by prefill engines included."""
+        """Total duration of completed transfers in seconds, including the computation by prefill engines."""
 
     def prerequisite(self, request: EngineRequest, adapter: str) -> Prerequisite | None:
-        """What a request has to wait for; None where its prompt is to be computed here.
+        """Queue the import of a request's prompt. Returns the prerequisite to wait for; None if the prompt is computed
+        here.
 
         Args:
-            request: with the version of its adapter as ``adapter``.
+            request: request with the adapter's version as ``adapter``.
             adapter: name of the adapter.
         """
         sampling = request.sampling
@@ -140,8 +143,8 @@ class KVImports:
         if not self._queue:
             self._first_since = time.monotonic()
         self._queue.append(_Import(request, adapter, future, self._kv))
-        if self._by_priority:  # a stable sort: of equal ones the first comes first
-            self._queue = deque(sorted(self._queue, key=lambda one: one.request.priority))
+        if self._by_priority:  # the sort is stable: equal priorities stay in order of arrival
+            self._queue = deque(sorted(self._queue, key=lambda entry: entry.request.priority))
 
         def apply(sequence: Sequence, prefix: ImportedPrefix | None) -> None:
             future.taken = True
@@ -151,94 +154,94 @@ class KVImports:
         return Prerequisite(future, apply)
 
     def set_weights(self, version: str) -> None:
-        """Import KV of this version of the weights from now on, into a KV cache that is empty.
+        """Import only KV of this version of the weights. Called when the KV cache was emptied.
 
-        Prompts whose imports are under way are computed here, as some of their blocks may be those of cached prefixes.
+        Prompts of active imports are computed here, as some of their blocks may belong to prefixes cached before.
         """
         self._weights_version = version
-        for one in (*self._queue, *self._active.values()):
-            one.block_hashes = self._kv.prompt_hashes(one.request, one.num_tokens)
-        for one in self._active.values():
-            self._endpoint.stop(one.transfer)
-            one.end, one.outdated = Failure(Code.UNAVAILABLE, "the KV cache was emptied meanwhile"), True
-            one.addresses.clear()
+        for entry in (*self._queue, *self._active.values()):
+            entry.block_hashes = self._kv.prompt_hashes(entry.request, entry.num_tokens)
+        for entry in self._active.values():
+            self._endpoint.stop(entry.transfer)
+            entry.end, entry.outdated = Failure(Code.UNAVAILABLE, "the KV cache was emptied during the transfer"), True
+            entry.addresses.clear()
 
     @property
     def busy(self) -> bool:
-        """Whether ``poll`` has to be called again soon, though no event comes."""
-        cancelled = any(one.future.cancelled() and one.end is None for one in self._active.values())
+        """True if ``poll`` must be called again soon, even without an event."""
+        cancelled = any(entry.future.cancelled() and entry.end is None for entry in self._active.values())
         return bool(self._arrivals or self._calls) or cancelled
 
     def handle(self, event: Arrived | Completed | Broken) -> None:
         """Handle an event of the endpoint."""
-        one = self._active.get(event.transfer)
-        if one is None or one.end:
+        entry = self._active.get(event.transfer)
+        if entry is None or entry.end:
             if isinstance(event, Arrived):
                 self._endpoint.imported([event])
         elif isinstance(event, Arrived):
-            one.num_importing += 1
-            self._arrivals.append((one, event))
+            entry.num_importing += 1
+            self._arrivals.append((entry, event))
         else:
-            one.end = event if isinstance(event, Completed) else event.failure
+            entry.end = event if isinstance(event, Completed) else event.failure
 
     def poll(self) -> None:
-        """Begin imports for which there are free blocks, import what has arrived, and complete futures. Raises
+        """Start imports for which blocks are free, import arrived pieces, and complete futures. Raises
         ``WorkerLostError``."""
-        for one in self._active.values():
-            if one.future.cancelled() and one.end is None:
-                self._endpoint.stop(one.transfer)
-                one.end = Failure(Code.UNAVAILABLE, "the request was cancelled")
+        for entry in self._active.values():
+            if entry.future.cancelled() and entry.end is None:
+                self._endpoint.stop(entry.transfer)
+                entry.end = Failure(Code.UNAVAILABLE, "the request was cancelled")
         self._import_arrived()
         if self._calls:
             self._executor.poll()
             for call in [call for call in self._calls if call[0].done()]:
                 self._calls.remove(call)
                 self._finish_call(*call)
-        for one in [one for one in self._active.values() if one.end and not one.num_importing]:
-            self._settle(one)
+        for entry in [entry for entry in self._active.values() if entry.end and not entry.num_importing]:
+            self._settle(entry)
         while self._queue and (self._queue[0].future.cancelled() or self._begin(self._queue[0])):
             self._queue.popleft()
             self._first_since = time.monotonic()
 
-    def _begin(self, one: _Import) -> bool:
-        """Begin an import. Returns False where too few blocks are free, or there is no KV cache."""
+    def _begin(self, entry: _Import) -> bool:
+        """Start an import. Returns False if it must wait: too few blocks are free, or imports are suspended."""
         if self.suspended:
             self._first_since = time.monotonic()
             return False
-        begun = self._kv.begin_import(one.block_hashes, one.num_tokens, MIN_TOKENS)
+        begun = self._kv.begin_import(entry.block_hashes, entry.num_tokens, MIN_TOKENS)
         if begun is None:
             if time.monotonic() - self._first_since < self._timeout:
                 return False
             begun = 0, []
-        one.num_present, one.blocks = begun
-        if one.blocks:
-            one.started = time.monotonic()
-            self._pull(one)
-        else:  # most of it is cached and a transfer not worth it, or there is no room
-            one.future.set_result(None)
+        entry.num_present, entry.blocks = begun
+        if entry.blocks:
+            entry.started = time.monotonic()
+            self._pull(entry)
+        else:  # almost all is cached, or there is no room
+            entry.future.set_result(None)
         return True
 
-    def _pull(self, one: _Import) -> None:
-        """Ask the next prefill engine."""
-        request, tokens = one.request, one.request.prompt[: one.num_tokens]
-        one.transfer, one.end = new_transfer_id(), None
-        self._active[one.transfer] = one
-        one.address, trace = one.addresses.popleft(), request.trace
+    def _pull(self, entry: _Import) -> None:
+        """Start a transfer from the next prefill engine."""
+        request, tokens = entry.request, entry.request.prompt[: entry.num_tokens]
+        entry.transfer, entry.end = new_transfer_id(), None
+        self._active[entry.transfer] = entry
+        entry.address, trace = entry.addresses.popleft(), request.trace
         if self.tracer and request.is_sampled:
             attributes = {
-                "server.address": one.address,
-                "penstock.kv_transfer.id": one.transfer.hex(),
-                "penstock.kv_transfer.tokens": one.num_tokens - one.num_present,
-                "penstock.kv_transfer.present_tokens": one.num_present,
+                "server.address": entry.address,
+                "penstock.kv_transfer.id": entry.transfer.hex(),
+                "penstock.kv_transfer.tokens": entry.num_tokens - entry.num_present,
+                "penstock.kv_transfer.present_tokens": entry.num_present,
             }
-            one.span = self.tracer.span("kv_transfer", trace, time.monotonic(), attributes)
-            trace = one.span.context
+            entry.span = self.tracer.span("kv_transfer", trace, time.monotonic(), attributes)
+            trace = entry.span.context
         start = Start(
-            transfer=one.transfer,
+            transfer=entry.transfer,
             request_id=request.log_name,
             tokens=tokens,
-            first_slot=one.num_present // SLOT_TOKENS,
-            adapter=one.adapter,
+            first_slot=entry.num_present // SLOT_TOKENS,
+            adapter=entry.adapter,
             adapter_version=request.adapter,
             cache_salt=request.cache_salt,
             priority=request.priority,
@@ -246,25 +249,26 @@ class KVImports:
             trace=trace,
         )
         hashes = slot_hashes(self._weights_version, request.adapter, request.cache_salt, tokens)
-        self._endpoint.pull(one.address, Pull(start=start, hashes=hashes))
+        self._endpoint.pull(entry.address, Pull(start=start, hashes=hashes))
 
     def _import_arrived(self) -> None:
-        """Send the workers what has arrived, up to ``MAX_IMPORT_BYTES``."""
+        """Have the workers import arrived pieces, up to ``MAX_IMPORT_BYTES``."""
         batches: dict[tuple[int, int], list[tuple[_Import, Arrived]]] = {}
         size = 0
         while self._arrivals and size < MAX_IMPORT_BYTES:
-            one, arrived = self._arrivals.popleft()
-            if one.end and not isinstance(one.end, Completed):
-                self._drop(one, arrived)
+            entry, arrived = self._arrivals.popleft()
+            if entry.end and not isinstance(entry.end, Completed):
+                self._drop(entry, arrived)
                 continue
             size += arrived.size
-            batches.setdefault((arrived.first_layer, arrived.last_layer), []).append((one, arrived))
+            batches.setdefault((arrived.first_layer, arrived.last_layer), []).append((entry, arrived))
         for (first_layer, last_layer), arrivals in batches.items():
             slots, places = [], []
-            for one, arrived in arrivals:
-                begin = max(arrived.index * SLOT_TOKENS, one.num_present)  # cached blocks may be shared: never written
-                end = min((arrived.index + 1) * SLOT_TOKENS, one.num_tokens)
-                slots.append(self._kv.slot_mapping(one.blocks, begin, end))
+            for entry, arrived in arrivals:
+                # Never write cached blocks: other sequences may share them.
+                begin = max(arrived.index * SLOT_TOKENS, entry.num_present)
+                end = min((arrived.index + 1) * SLOT_TOKENS, entry.num_tokens)
+                slots.append(self._kv.slot_mapping(entry.blocks, begin, end))
                 offset = (arrived.slot - arrived.index) * SLOT_TOKENS
                 places.append(np.arange(offset + begin, offset + end))
             call = ImportKV(first_layer, last_layer, np.concatenate(slots), np.concatenate(places))
@@ -274,58 +278,60 @@ class KVImports:
         error = done.exception()
         if isinstance(error, WorkerLostError):
             raise error
-        for one, arrived in arrivals:
-            self._drop(one, arrived)
-            if error and isinstance(one.end, Completed | None):
+        for entry, arrived in arrivals:
+            self._drop(entry, arrived)
+            if error and isinstance(entry.end, Completed | None):
                 logger.error("keys and values could not be imported", exc_info=error)
-                self._endpoint.stop(one.transfer)
-                one.end = Failure(Code.INTERNAL, "keys and values could not be imported")
+                self._endpoint.stop(entry.transfer)
+                entry.end = Failure(Code.INTERNAL, "keys and values could not be imported")
 
-    def _drop(self, one: _Import, arrived: Arrived) -> None:
-        """The workers do not read a piece (any more)."""
-        one.num_importing -= 1
+    def _drop(self, entry: _Import, arrived: Arrived) -> None:
+        """Free the memory of a piece that the workers do not read (any more)."""
+        entry.num_importing -= 1
         self._endpoint.imported([arrived])
 
-    def _settle(self, one: _Import) -> None:
-        """A transfer has ended, and nothing of it is being imported: complete the import, ask another prefill engine,
-        or follow the policy."""
-        del self._active[one.transfer]
-        assert one.end is not None
-        if one.span:
-            if isinstance(one.end, Completed):
-                one.span.set({"penstock.kv_transfer.remote_cached_tokens": one.end.num_cached})
+    def _settle(self, entry: _Import) -> None:
+        """Handle the end of a transfer of which no piece is being imported: complete the import, try another prefill
+        engine, or apply ``kv_load_failure``."""
+        del self._active[entry.transfer]
+        assert entry.end is not None
+        if entry.span:
+            if isinstance(entry.end, Completed):
+                entry.span.set({"penstock.kv_transfer.remote_cached_tokens": entry.end.num_cached})
             else:
-                one.span.fail(one.end.code.value, one.end.message)
-            one.span.end()
-        if isinstance(one.end, Completed):
-            self.seconds += time.monotonic() - one.started
-            num_cached = max(one.num_present, one.end.num_cached)
-            words = "request %s: transfer %s: %d tokens from %s in %.3f seconds, beside %d that were cached here"
-            count, seconds = one.num_tokens - one.num_present, time.monotonic() - one.started
-            values = (one.request.log_name, one.transfer.hex()[:8], count, one.address, seconds, one.num_present)
-            logger.info(words, *values, extra={"fields": one.request.log_fields})
-            prefix = self._kv.finish_import(one.block_hashes, one.blocks, one.num_tokens, num_cached)
-            if one.future.cancelled():
+                entry.span.fail(entry.end.code.value, entry.end.message)
+            entry.span.end()
+        if isinstance(entry.end, Completed):
+            seconds = time.monotonic() - entry.started
+            self.seconds += seconds
+            num_cached = max(entry.num_present, entry.end.num_cached)
+            message = "request %s: transfer %s: %d tokens from %s in %.3f seconds; %d tokens were in the prefix cache"
+            count, name = entry.num_tokens - entry.num_present, entry.request.log_name
+            values = name, entry.transfer.hex()[:8], count, entry.address, seconds, entry.num_present
+            logger.info(message, *values, extra={"fields": entry.request.log_fields})
+            prefix = self._kv.finish_import(entry.block_hashes, entry.blocks, entry.num_tokens, num_cached)
+            if entry.future.cancelled():
                 self._kv.release_import(prefix)
             else:
-                one.future.set_result(prefix)
+                entry.future.set_result(prefix)
             return
-        if one.future.cancelled():
-            self._kv.release_import(ImportedPrefix(0, one.blocks, 0))
+        if entry.future.cancelled():
+            self._kv.release_import(ImportedPrefix(0, entry.blocks, 0))
             return
-        left = bool(one.addresses)
-        recompute = self._recompute or one.outdated
-        what = "another is asked" if left else "it is computed here" if recompute else "the request fails"
-        words = "request %s: its prompt did not come from a prefill instance, %s: %s"
-        facts = one.request.log_fields
-        logger.warning(words, one.request.log_name, what, one.end.message, extra={"fields": facts})
+        left = bool(entry.addresses)
+        recompute = self._recompute or entry.outdated
+        consequence = "trying another instance" if left else "computing it here" if recompute else "the request fails"
+        message = "request %s: the prompt's transfer from a prefill instance failed (%s); %s"
+        values = entry.request.log_name, entry.end.message, consequence
+        logger.warning(message, *values, extra={"fields": entry.request.log_fields})
         if left:
-            self._pull(one)
+            self._pull(entry)
             return
-        self._kv.release_import(ImportedPrefix(0, one.blocks, 0))
+        self._kv.release_import(ImportedPrefix(0, entry.blocks, 0))
         if recompute:
             self.num_recomputed += 1
-            one.future.set_result(None)
+            entry.future.set_result(None)
         else:
-            words = f"the prompt did not come from a prefill instance (--kv-load-failure fail): {one.end.message}"
-            one.future.set_exception(PenstockError(Code.UNAVAILABLE, words))
+            message = f"the prompt's transfer from a prefill instance failed: {entry.end.message}"
+            error = PenstockError(Code.UNAVAILABLE, f"{message} (--kv-load-failure fail)")
+            entry.future.set_exception(error)

@@ -1,4 +1,4 @@
-"""What both ends of a connection share: settings, counters, and how messages are sent."""
+"""Shared by both ends of a connection: settings, counters, and the outbox."""
 
 from __future__ import annotations
 
@@ -11,18 +11,14 @@ import msgspec
 
 from .buffer import TransferBuffer
 from .connection import Connection
-from .messages import (
-    Instance,
-    Message,
-    Start,
-)
+from .messages import Instance, Message, Start
 from .nixl import NixlAgent
 from .receiver import Arrived, Broken, Completed
 from .sender import Cancelled, Sender, Sending
 
 PROTOCOL = "penstock kv transfer 1"
 TICK_INTERVAL = 0.1
-"""Seconds between two looks at what is overdue."""
+"""Seconds between checks for overdue answers."""
 
 Event = Start | Cancelled | Arrived | Completed | Broken
 
@@ -31,63 +27,63 @@ class KVTransferOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of an endpoint."""
 
     secret: bytes
-    """The cluster's."""
+    """Secret of the cluster."""
     timeout: float
-    """Seconds without an answer after which a transfer has failed on either side."""
+    """Seconds without an answer after which a transfer fails, on either side."""
     listen: str = ""
-    """``host:port`` that decode engines connect to; port 0 is any free one. Empty for a decode engine."""
+    """Address (``host:port``) for connections of decode engines; port 0: any free port. Empty for a decode engine."""
     allow_fingerprint_mismatch: bool = False
     transport: Literal["auto", "tcp", "nixl"] = "auto"
-    """The option ``kv_transport``."""
+    """Value of the option ``kv_transport``."""
 
 
 class TransferStats(msgspec.Struct):
     """Counters since the start."""
 
     transfers: int = 0
-    """Transfers begun."""
+    """Number of transfers started."""
     completed: int = 0
     failed: int = 0
     bytes_received: int = 0
     bytes_sent: int = 0
-    """Over TCP."""
+    """Number of bytes sent over TCP."""
     rereads: int = 0
-    """Pieces that were read again."""
+    """Number of repeated reads of pieces."""
     checksum_failures: int = 0
 
 
 @dataclass
 class Context:
-    """What all connections of an engine share."""
+    """State shared by all connections of an engine."""
 
     instance: Instance
     buffer: TransferBuffer
     options: KVTransferOptions
     stats: TransferStats
     report: Callable[[list[Any]], None]
-    """Passes events to the engine, and empties the list."""
+    """Passes events to the engine, and clears the list."""
     nixl: NixlAgent | None = None
-    """With the transport ``nixl``."""
+    """Set if the transport is ``nixl``."""
 
 
 class Outbox:
-    """Sends messages one after the other."""
+    """Queue of messages to send."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._queue: asyncio.Queue[Message | Sending] = asyncio.Queue()
 
     def put(self, messages: list[Any]) -> None:
-        """Send messages, and empty the list."""
+        """Queue messages, and clear the list."""
         for message in messages:
             self._queue.put_nowait(message)
         messages.clear()
 
     async def run(self, sender: Sender | None = None, context: Context | None = None) -> None:
-        """Send until the connection is lost.
+        """Send messages until the connection is lost.
 
         Args:
-            sender: whose pieces are sent.
+            sender: sender whose pieces are sent, on a prefill engine.
         """
         try:
             while True:

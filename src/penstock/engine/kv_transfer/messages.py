@@ -1,8 +1,8 @@
 """The protocol of KV transfers: messages between a decode engine (D) and a prefill engine (P), as MessagePack.
 
-A *transfer* is the prompt of one request. Its tokens are numbered in *slots* of ``SLOT_TOKENS``, whatever the block
-sizes of the engines. D repeats what is not answered, and both ignore what they know already, or do not know any more,
-so messages may be lost, come late, twice or in another order.
+A *transfer* is the prompt of one request. Its tokens are divided into *slots* of ``SLOT_TOKENS``, independent of the
+engines' block sizes. D repeats unanswered messages, and both ignore duplicates and messages about unknown transfers,
+so messages may be lost, delayed, duplicated or reordered.
 """
 
 from __future__ import annotations
@@ -26,51 +26,51 @@ from .shared_memory import BufferAddress
 
 
 class Instance(msgspec.Struct, frozen=True, kw_only=True):
-    """What two engines compare when they meet."""
+    """Properties of an engine that must match its peer's."""
 
     version: str = __version__
     layout_version: int = CANONICAL_LAYOUT
     weights_version: str
     fingerprint: str
-    """``ModelInfo.fingerprint``: equal for engines whose results are equal to the bit."""
+    """``ModelInfo.fingerprint``: equal for engines with bit-identical results."""
     layers: list[tuple[int, int, str]]
-    """Of each layer: heads of keys and values, bytes of a vector, and the type of its numbers."""
+    """Number of KV heads, bytes of a vector and its number format, for each layer."""
 
 
 # --- From D to P -----------------------------------------------------------------------------------------------------
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
-    """The first message. Answered with ``Welcome`` or ``Refused``."""
+    """The first message. P replies with ``Welcome`` or ``Refused``."""
 
     instance: Instance
     allow_fingerprint_mismatch: bool = False
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
-    """Compute a prompt. Repeated until something of the transfer is heard of."""
+    """Compute a prompt. Repeated until P answers with any message of the transfer."""
 
     transfer: bytes
-    """Identifies this attempt; 16 random bytes."""
+    """Random id of this attempt, 16 bytes."""
     request_id: str
-    """The request's id in D's log."""
+    """Id of the request in D's log."""
     tokens: list[int]
     first_slot: int
-    """Slots before this one are in D's cache already, and are not sent."""
+    """First slot to transfer. D has those before it in its prefix cache."""
     adapter: str
-    """``EngineRequest.adapter``; empty for the base model."""
+    """Name of the adapter; empty for the base model."""
     adapter_version: str
-    """Identifies the contents of the adapter; empty for the base model."""
+    """Version of the adapter's contents; empty for the base model."""
     cache_salt: str
     priority: int
     timeout: float
-    """Seconds after which D does not wait any more; 0 is any."""
+    """Seconds until D's request times out; 0: never."""
     trace: dict[str, str] = {}
-    """As of ``EngineRequest``: of the span of the transfer."""
+    """Trace context of the transfer's span (see ``EngineRequest.trace``)."""
 
 
 class Read(msgspec.Struct, tag=True, frozen=True):
-    """Send a piece. Answered with ``Data`` or ``Gone``."""
+    """Send a piece. P replies with ``Data`` or ``Gone``."""
 
     transfer: bytes
     index: int
@@ -80,21 +80,21 @@ class Read(msgspec.Struct, tag=True, frozen=True):
     epoch: int
     first_layer: int
     last_layer: int
+    """Exclusive."""
 
 
 class Status(msgspec.Struct, tag=True, frozen=True):
-    """How far D is. Sent whenever that changes, and as a heartbeat while the transfer lasts."""
+    """D's progress. Sent on each change, and as a heartbeat during the transfer."""
 
     transfer: bytes
     offers: int
-    """Number of leading offers that have come; those after them are sent again."""
+    """Number of leading offers received without a gap. P resends those after them."""
     released: int
-    """Number of leading slots that D has read and verified, counted from ``first_slot``; P may reuse them."""
+    """Number of leading slots, from ``first_slot`` on, that D has read and verified. P may reuse them."""
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
-    """The transfer has ended, well or not; D reads nothing of it any more. Answered with ``Stopped``; repeated until
-    then."""
+    """The transfer has completed or failed; D reads no more of it. Repeated until P replies with ``Stopped``."""
 
     transfer: bytes
 
@@ -103,38 +103,38 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):
-    """The answer to ``Hello``."""
+    """The reply to a ``Hello`` from a matching instance."""
 
     instance: Instance
     memory: BufferAddress | None = None
-    """P's transfer buffer, for engines of the same host."""
+    """P's transfer buffer, for engines on the same host."""
     nixl: NixlAddress | None = None
-    """The same, for engines that read by NIXL."""
+    """P's transfer buffer, for engines that read with NIXL."""
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """The answer to ``Hello`` of an instance that does not fit. The connection ends."""
+    """The reply to a ``Hello`` from an instance that does not match. P then closes the connection."""
 
     reason: str
 
 
 class Accepted(msgspec.Struct, tag=True, frozen=True):
-    """The answer to ``Start``, and to a ``Status`` that says nothing new."""
+    """The reply to ``Start``, and to a ``Status`` after which nothing has to be resent."""
 
     transfer: bytes
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """Layers of a slot that have been computed."""
+    """Computed layers of a slot: the unit of transfer."""
 
     index: int
     """Slot of the transfer."""
     slot: int
-    """Slot of P's buffer that holds it."""
+    """Slot of P's buffer."""
     epoch: int
-    """Counts the uses of that slot: the piece is there while the slot has this epoch."""
+    """Use count of that buffer slot. The piece is valid while the slot has this epoch."""
     checksum: int
-    """``new_checksum`` of the piece."""
+    """Checksum of the piece (``new_checksum``)."""
 
 
 class Offer(msgspec.Struct, tag=True, frozen=True):
@@ -142,9 +142,10 @@ class Offer(msgspec.Struct, tag=True, frozen=True):
 
     transfer: bytes
     number: int
-    """Offers of a transfer are numbered from 0."""
+    """Sequence number within the transfer, from 0."""
     first_layer: int
     last_layer: int
+    """Exclusive."""
     pieces: list[Piece]
 
 
@@ -155,18 +156,18 @@ class Finished(msgspec.Struct, tag=True, frozen=True):
     offers: int
     """Number of offers."""
     num_cached: int
-    """Leading tokens that were in P's prefix cache."""
+    """Number of leading tokens found in P's prefix cache."""
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """The prompt will not be computed."""
+    """P does not compute the prompt."""
 
     transfer: bytes
     failure: Failure
 
 
 class Data(msgspec.Struct, tag=True, frozen=True):
-    """A piece, whose bytes follow this message."""
+    """A piece. Its bytes follow this message."""
 
     transfer: bytes
     index: int
@@ -174,11 +175,11 @@ class Data(msgspec.Struct, tag=True, frozen=True):
     first_layer: int
     last_layer: int
     size: int
-    """Number of bytes."""
+    """Size of the piece, bytes."""
 
 
 class Gone(msgspec.Struct, tag=True, frozen=True):
-    """The piece is not there any more."""
+    """The piece is no longer in P's buffer."""
 
     transfer: bytes
     index: int
@@ -187,7 +188,7 @@ class Gone(msgspec.Struct, tag=True, frozen=True):
 
 
 class Stopped(msgspec.Struct, tag=True, frozen=True):
-    """P does not know the transfer: it was stopped, or D has not been heard of for too long."""
+    """P does not know the transfer: it was stopped, or P has received no message from D for too long."""
 
     transfer: bytes
 
@@ -201,14 +202,14 @@ _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Message)
 
 
 def decode(data: bytes | bytearray | memoryview) -> Message:
-    """Raises ``msgspec.MsgspecError``, as for a message of another version."""
+    """Decode a message. Raises ``msgspec.MsgspecError``, as for a message of another version."""
     message: Message = _decoder.decode(data)
     return message
 
 
 def slot_hashes(weights: str, adapter: str, salt: str, tokens: Sequence[int]) -> list[bytes]:
-    """The hash of each slot of a transfer: of its tokens, all before them, and all else that keys and values depend on.
-    The last slot may be partial.
+    """Hash of each slot of a transfer, over its tokens, all tokens before it, and the arguments. The last slot may be
+    partial.
 
     Args:
         weights: version of the weights.
@@ -225,11 +226,11 @@ def slot_hashes(weights: str, adapter: str, salt: str, tokens: Sequence[int]) ->
 
 
 def new_checksum(slot_hash: bytes, epoch: int, first_layer: int, last_layer: int) -> xxh3_64:
-    """XXH3 of a piece, which is to be updated with its bytes. It is seeded with what the piece is, so that keys and
-    values of another slot, layer or time are not taken for it.
+    """XXH3 hasher for the bytes of a piece. The seed identifies the piece, so the data of another slot, epoch or layer
+    has a wrong checksum.
 
     Args:
-        slot_hash: of ``slot_hashes``.
+        slot_hash: hash of the slot (``slot_hashes``).
     """
-    what = slot_hash + b"".join(number.to_bytes(8, "little") for number in (epoch, first_layer, last_layer))
-    return xxh3_64(seed=xxh3_64_intdigest(what))
+    identity = slot_hash + b"".join(number.to_bytes(8, "little") for number in (epoch, first_layer, last_layer))
+    return xxh3_64(seed=xxh3_64_intdigest(identity))

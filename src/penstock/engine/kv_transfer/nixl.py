@@ -1,7 +1,7 @@
-"""The transport over NIXL (the extra ``nixl``): D reads P's transfer buffer by UCX, with RDMA where the network has it.
+"""The NIXL transport (the extra ``nixl``): D reads P's transfer buffer with UCX, which uses RDMA if available.
 
-NIXL carries bytes alone: messages go over the connection of the two engines, and a piece counts as read only with the
-right checksum, whatever NIXL says.
+NIXL transfers only the bytes of pieces. Messages use the engines' TCP connection, and the checksum decides if a piece
+was read, not NIXL's status.
 """
 
 from __future__ import annotations
@@ -22,47 +22,47 @@ Job = TypeVar("Job")
 
 MEMORY = "DRAM"
 IN_PROGRESS, DONE = "PROC", "DONE"
-"""States of NIXL."""
+"""NIXL's transfer states."""
 
 
 class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
-    """A transfer buffer that is registered with an agent."""
+    """Address of a transfer buffer registered with a NIXL agent."""
 
     metadata: bytes
-    """Of the agent."""
+    """Metadata of the agent."""
     address: int
-    """Of the first slot in its process."""
+    """Virtual address of the first slot in the agent's process."""
     slot_bytes: int
 
 
 class NixlAgent:
-    """The agent of an engine, with its transfer buffer registered. Use it in one thread.
+    """An engine's NIXL agent with its registered transfer buffer. Not thread-safe.
 
-    Raises ``PenstockError`` (``invalid``) where NIXL is not installed, or has no UCX here.
+    Raises ``PenstockError`` (``invalid``) if NIXL is not installed or its UCX backend does not work.
     """
 
     def __init__(self, buffer: TransferBuffer) -> None:
         try:
             from nixl_cu12._api import nixl_agent, nixl_agent_config
         except ImportError as error:
-            words = f"nixl needs the extra nixl, pip install 'penstock-llm[nixl]' ({error})"
-            raise invalid("kv_transport", words) from error
+            message = f"nixl is not installed ({error}); try pip install 'penstock-llm[nixl]'"
+            raise invalid("kv_transport", message) from error
         logging.getLogger("nixl").setLevel(logging.WARNING)
         try:
             self._agent: Any = nixl_agent(uuid4().hex, nixl_agent_config(backends=["UCX"]))
             self._buffer = buffer
             self._first = int(buffer.data.ctypes.data)
             self._registered = self._agent.register_memory([(self._first, buffer.data.nbytes, 0, "")], MEMORY)
-        except Exception as error:  # NIXL's own, of many kinds
-            raise invalid("kv_transport", f"nixl cannot be used here: {error}") from error
+        except Exception as error:  # NIXL has no common error class
+            raise invalid("kv_transport", f"nixl does not work on this machine: {error}") from error
 
     @property
     def address(self) -> NixlAddress:
-        """For other engines."""
+        """Address of this engine's buffer, for other engines."""
         return NixlAddress(self._agent.get_agent_metadata(), self._first, self._buffer.slot_bytes)
 
     def connect(self, address: NixlAddress) -> NixlPeer[Any]:
-        """The buffer of another engine. Raises ``OSError`` where NIXL cannot reach it."""
+        """Connect to another engine's buffer. Raises ``OSError`` if NIXL cannot reach it."""
         try:
             return NixlPeer(self._agent, self._first, address, self._agent.add_remote_agent(address.metadata))
         except Exception as error:
@@ -84,18 +84,18 @@ class NixlPeer(Generic[Job]):
 
     @property
     def busy(self) -> bool:
-        """Whether pieces are being read: their places in the buffer may be written at any time."""
+        """True while pieces are being read, and NIXL may write to their slots of this engine's buffer."""
         return bool(self._reading)
 
     def read(self, job: Job, slot: int, into: int, first_byte: int, size: int) -> None:
-        """Begin to read bytes of the other engine's ``slot`` into this one's slot ``into``; ``finished`` will have
-        ``job``. Raises ``OSError``."""
-        size_of_slot = self._address.slot_bytes
-        own = self._first + into * size_of_slot + first_byte
-        other = self._address.address + slot * size_of_slot + first_byte
+        """Start to read ``size`` bytes from offset ``first_byte`` of the peer's ``slot`` into this engine's slot
+        ``into``. ``finished`` returns ``job`` afterwards. Raises ``OSError``."""
+        slot_bytes = self._address.slot_bytes
+        local_address = self._first + into * slot_bytes + first_byte
+        remote_address = self._address.address + slot * slot_bytes + first_byte
         try:
-            local = self._agent.get_xfer_descs([(own, size, 0)], MEMORY)
-            remote = self._agent.get_xfer_descs([(other, size, 0)], MEMORY)
+            local = self._agent.get_xfer_descs([(local_address, size, 0)], MEMORY)
+            remote = self._agent.get_xfer_descs([(remote_address, size, 0)], MEMORY)
             handle = self._agent.initialize_xfer("READ", local, remote, self._name)
             self._agent.transfer(handle)
         except Exception as error:
@@ -103,7 +103,7 @@ class NixlPeer(Generic[Job]):
         self._reading.append((job, handle))
 
     def finished(self) -> list[tuple[Job, bool]]:
-        """What is not being read any more, and whether it was read."""
+        """Remove and return the reads that have ended, each with True if it succeeded."""
         found, left = [], []
         for job, handle in self._reading:
             try:
@@ -120,8 +120,8 @@ class NixlPeer(Generic[Job]):
         return found
 
     def close(self) -> None:
-        """Forget the other engine, of which nothing is being read."""
+        """Disconnect from the peer. No read may be in progress."""
         try:
             self._agent.remove_remote_agent(self._name)
         except Exception as error:
-            logger.warning("NIXL keeps a connection: %s", error)
+            logger.warning("NIXL could not disconnect: %s", error)

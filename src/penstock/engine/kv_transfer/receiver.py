@@ -1,10 +1,10 @@
 """The decode engine's end of a connection: a state machine without I/O.
 
 ```
-  start ──► asking ──first answer──► pulling ──all pieces verified──► stopping ──Stopped──► (forgotten)
-               │                        │  Failed, unknown to P,          ▲
-               │                        │  no answer, wrong pieces        │
-               └────────────────────────┴─────────────────────────────────┘
+  start ─► starting ──first answer──► pulling ──all pieces verified──► stopping ──Stopped──► (unknown)
+               │                         │  Failed, unknown to P,          ▲
+               │                         │  no answer, wrong pieces        │
+               └─────────────────────────┴─────────────────────────────────┘
 ```
 """
 
@@ -38,21 +38,22 @@ from .messages import (
 )
 
 RESEND_INTERVAL = 0.25
-"""Seconds after which something that was not answered is sent again."""
+"""Seconds after which an unanswered message is sent again."""
 HEARTBEAT_INTERVAL = 0.5
-"""Seconds between two ``Status`` messages."""
+"""Seconds between two ``Status`` messages without progress."""
 MAX_READS = 4
-"""Number of times that a piece is read before its transfer has failed."""
+"""Maximum number of reads of a piece before its transfer fails."""
 MAX_STOPS = 20
-"""Number of times that ``Stop`` is sent."""
+"""Maximum number of times that ``Stop`` is sent."""
+FREED = "has freed keys and values before they were read"
 
 
 class Pull(msgspec.Struct, kw_only=True):
-    """A transfer to be pulled."""
+    """A transfer to pull."""
 
     start: Start
     hashes: list[bytes]
-    """``slot_hashes`` of its tokens."""
+    """Hashes of its slots (``slot_hashes``)."""
 
     @property
     def num_slots(self) -> int:
@@ -60,15 +61,18 @@ class Pull(msgspec.Struct, kw_only=True):
 
 
 class Arrived(msgspec.Struct, frozen=True):
-    """A verified piece in a slot of D's buffer, which ``Receiver.imported`` gives back."""
+    """A verified piece in D's buffer. ``Receiver.imported`` frees its memory."""
 
     transfer: bytes
     index: int
+    """Slot of the transfer."""
     slot: int
+    """Slot of D's buffer."""
     first_layer: int
     last_layer: int
+    """Exclusive."""
     size: int
-    """Bytes."""
+    """Size of the piece, bytes."""
 
 
 class Completed(NamedTuple):
@@ -76,6 +80,7 @@ class Completed(NamedTuple):
 
     transfer: bytes
     num_cached: int
+    """Number of leading tokens found in P's prefix cache."""
 
 
 class Broken(NamedTuple):
@@ -86,8 +91,8 @@ class Broken(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A piece to be read into D's buffer. ``Receiver.begin`` has to be called before anything is written, then
-    ``verify`` or ``unreadable``; otherwise it is asked for again."""
+    """A piece to read into D's buffer. Call ``Receiver.begin`` before writing to the buffer, and ``verify`` or
+    ``unreadable`` afterwards. A piece that is not begun in time is requested again."""
 
     transfer: bytes
     piece: Piece
@@ -104,54 +109,55 @@ class Job(NamedTuple):
 
 
 Key = tuple[int, int, int]
-"""Slot of a transfer, first and last layer of a piece."""
+"""Identifies a piece within a transfer: slot, first layer, last layer (exclusive)."""
 
 
 class _Wanted:
-    """A piece that was offered and has not arrived."""
+    """A piece that is offered and has not arrived."""
 
-    __slots__ = ("asked", "begun", "piece", "reads")
+    __slots__ = ("begun", "piece", "reads", "requested")
 
     def __init__(self, piece: Piece) -> None:
         self.piece = piece
         self.reads = 0
         self.begun = False
-        """Whether it is being read."""
-        self.asked: float | None = None
-        """When it was last asked for; None while it is to be."""
+        """True while it is being read."""
+        self.requested: float | None = None
+        """Time of the last request; None if a request is queued."""
 
 
 class _Transfer:
     def __init__(self, pull: Pull, now: float) -> None:
         self.start, self.hashes = pull.start, pull.hashes
-        self.asked = self.heard = self.reported = now
+        self.start_sent = self.last_heard = self.status_sent = now
         self.answered = False
         self.offers: set[int] = set()
         self.end: Finished | None = None
         self.wanted: dict[Key, _Wanted] = {}
         self.layers: dict[int, int] = {index: 0 for index in range(pull.start.first_slot, len(pull.hashes))}
-        """Slot of the transfer → number of its layers that were verified."""
+        """Slot of the transfer → number of verified layers."""
         self.arrived: set[Key] = set()
         self.slots: dict[int, int] = {}
         """Slot of the transfer → slot of D's buffer."""
         self.users: dict[int, int] = {}
-        """Slot of the transfer → pieces of it that are being read into D's buffer, or imported from it."""
+        """Slot of the transfer → number of its pieces being read into D's buffer or imported from it."""
 
     @property
     def num_offers(self) -> int:
-        """Number of leading offers that have come."""
+        """Number of leading offers received without a gap."""
         return next(i for i in range(len(self.offers) + 1) if i not in self.offers)
 
 
 class Receiver:
     """Transfers from one prefill engine.
 
-    Args:
-        buffer: that pieces are read into.
-        timeout: seconds without an answer after which a transfer has failed.
-        peer: name of the prefill engine, for messages.
+    Methods append messages to ``outgoing``, pieces to read to ``jobs``, and ``events`` for the engine. The caller
+    handles and clears these lists. ``now`` arguments are times on the monotonic clock.
 
-    ``outgoing``, ``jobs`` and ``events`` fill up with what is to be done; the caller empties them.
+    Args:
+        buffer: buffer into which pieces are read.
+        timeout: seconds without an answer after which a transfer fails.
+        peer: name of the prefill engine in error messages.
     """
 
     def __init__(self, buffer: TransferBuffer, timeout: float, peer: str = "the prefill instance") -> None:
@@ -161,160 +167,159 @@ class Receiver:
         self._peer = peer
         self._transfers: dict[bytes, _Transfer] = {}
         self._stopping: dict[bytes, tuple[int, float]] = {}
-        """Transfer → number of ``Stop`` messages sent, and when the last was."""
+        """Transfer → number of ``Stop`` messages sent, and time of the last."""
         self._orphans: dict[bytes, _Transfer] = {}
-        """Transfers that have ended, pieces of which are being read or imported: their slots are not free."""
+        """Ended transfers with pieces still being read or imported, whose slots are not free yet."""
         self._queue: deque[tuple[bytes, Key]] = deque()
-        """Pieces to be asked for."""
-        self._heard = self._read = self._answered = 0.0
-        """When something came last, when a piece did, and when the newest of the pieces that came was asked for."""
+        """Pieces to request."""
+        self._last_heard = self._last_read = self._newest_answered = 0.0
+        """Time of the last message from P, of the last piece, and of the newest request that was answered."""
         self.outgoing: list[ToPrefill] = []
         self.jobs: list[Job] = []
         self.events: list[Arrived | Completed | Broken] = []
         self.num_rereads = self.num_checksum_failures = 0
 
     def has(self, transfer: bytes) -> bool:
-        """Whether a transfer has not ended, or pieces of it are still being imported."""
+        """True if the transfer has not ended, or pieces of it are still being read or imported."""
         return transfer in self._transfers or transfer in self._orphans
 
     def start(self, pull: Pull, now: float) -> None:
-        """Begin a transfer."""
+        """Start a transfer."""
         self._transfers[pull.start.transfer] = _Transfer(pull, now)
         self.outgoing.append(pull.start)
 
     def stop(self, transfer: bytes, now: float) -> None:
-        """End a transfer; does nothing where it has ended."""
+        """End a transfer. Does nothing if it has ended already."""
         if transfer in self._transfers:
             self._end(transfer, now)
 
     def receive(self, message: ToDecode, now: float) -> None:
-        """Handle a message other than ``Data``."""
-        self._heard = now
-        one = self._transfers.get(message.transfer)
+        """Handle a message from P other than ``Data``."""
+        self._last_heard = now
+        state = self._transfers.get(message.transfer)
         if isinstance(message, Stopped):
             self._stopping.pop(message.transfer, None)
-            if one is not None and one.answered:
-                self._break(message.transfer, f"{self._peer} does not know the transfer any more", now)
+            if state is not None and state.answered:
+                self._fail(message.transfer, f"{self._peer} has dropped the transfer", now)
             return
-        if one is None:
+        if state is None:
             if not isinstance(message, Gone) and message.transfer not in self._stopping:
-                self.outgoing.append(Stop(message.transfer))  # as after a Start that came late
+                self.outgoing.append(Stop(message.transfer))  # for instance, P received a late Start
             return
-        one.heard, one.answered = now, True
+        state.last_heard, state.answered = now, True
         match message:
             case Offer():
-                self._take_offer(one, message)
+                self._take_offer(state, message)
             case Finished():
-                one.end = message
+                state.end = message
             case Failed(transfer, failure):
                 self.events.append(Broken(transfer, failure))
                 self._end(transfer, now)
                 return
             case Gone(_, index, first, last):
-                if (index, first, last) in one.wanted:
-                    self._break(message.transfer, f"{self._peer} has freed keys and values too early", now)
+                if (index, first, last) in state.wanted:
+                    self._fail(message.transfer, f"{self._peer} {FREED}", now)
                     return
-        self._advance(message.transfer, one, now)
+        self._advance(message.transfer, state, now)
 
     def begin(self, job: Job) -> bool:
-        """Whether a piece is still wanted, and may be written to D's buffer from now on."""
-        one = self._transfers.get(job.transfer)
-        wanted = one.wanted.get((job.piece.index, job.first_layer, job.last_layer)) if one else None
-        if one is None or wanted is None or wanted.piece.epoch != job.piece.epoch or wanted.begun:
+        """Begin to read a piece into D's buffer. Returns False if it is no longer wanted."""
+        state = self._transfers.get(job.transfer)
+        wanted = state.wanted.get((job.piece.index, job.first_layer, job.last_layer)) if state else None
+        if state is None or wanted is None or wanted.piece.epoch != job.piece.epoch or wanted.begun:
             return False
         wanted.begun = True
-        one.users[job.piece.index] = one.users.get(job.piece.index, 0) + 1
+        state.users[job.piece.index] = state.users.get(job.piece.index, 0) + 1
         return True
 
     def job_of(self, data: Data) -> Job | None:
-        """The piece whose bytes follow ``data``; None where it is not wanted (any more)."""
-        one = self._transfers.get(data.transfer)
+        """The piece whose bytes follow ``data``; None if it is not wanted (any more)."""
+        state = self._transfers.get(data.transfer)
         key = data.index, data.first_layer, data.last_layer
-        wanted = one.wanted.get(key) if one else None
-        if one is None or wanted is None or data.index not in one.slots or data.epoch != wanted.piece.epoch:
+        wanted = state.wanted.get(key) if state else None
+        if state is None or wanted is None or data.index not in state.slots or data.epoch != wanted.piece.epoch:
             return None
-        job = Job(data.transfer, wanted.piece, data.first_layer, data.last_layer, one.slots[data.index])
+        job = Job(data.transfer, wanted.piece, data.first_layer, data.last_layer, state.slots[data.index])
         return job if data.size == len(self.bytes_of(job)) else None
 
     def is_wanted(self, job: Job) -> bool:
-        """Whether the transfer of a piece goes on."""
+        """True if the transfer of a piece has not ended."""
         return job.transfer in self._transfers
 
     def bytes_of(self, job: Job) -> memoryview:
-        """The memory of a piece in D's buffer."""
+        """Memory of a piece in D's buffer."""
         return self._buffer.layers(job.slot, job.first_layer, job.last_layer)
 
     def new_checksum(self, job: Job) -> xxh3_64:
-        """The checksum of a piece that ``begin`` has begun, to be updated with its bytes as they are read."""
-        piece, one = job.piece, self._transfers[job.transfer]
-        return new_checksum(one.hashes[piece.index], piece.epoch, job.first_layer, job.last_layer)
+        """Hasher for the bytes of a begun piece."""
+        piece, state = job.piece, self._transfers[job.transfer]
+        return new_checksum(state.hashes[piece.index], piece.epoch, job.first_layer, job.last_layer)
 
     def verify(self, job: Job, checksum: int, now: float) -> None:
-        """A piece was read into D's buffer, where it has this checksum. One with a wrong checksum is read again."""
-        self._heard = self._read = now
-        one = self._transfers.get(job.transfer)
-        if one is None:
-            self._leave(job.transfer, job.piece.index)
+        """Called when a piece was read into D's buffer. If its checksum is wrong, it is requested again."""
+        self._last_heard = self._last_read = now
+        state = self._transfers.get(job.transfer)
+        if state is None:
+            self._release(job.transfer, job.piece.index)
             return
-        one.heard = now
+        state.last_heard = now
         piece, key = job.piece, (job.piece.index, job.first_layer, job.last_layer)
-        self._answered = max(self._answered, one.wanted[key].asked or 0.0)
+        self._newest_answered = max(self._newest_answered, state.wanted[key].requested or 0.0)
         if checksum != piece.checksum:
             self.num_checksum_failures += 1
-            self._leave(job.transfer, piece.index)
-            self._ask_again(job.transfer, one, key, "has sent wrong keys and values", now)
+            self._release(job.transfer, piece.index)
+            self._request_again(job.transfer, state, key, "has sent keys and values with a wrong checksum", now)
             return
-        del one.wanted[key]
-        one.arrived.add(key)
-        one.layers[piece.index] += job.last_layer - job.first_layer
+        del state.wanted[key]
+        state.arrived.add(key)
+        state.layers[piece.index] += job.last_layer - job.first_layer
         size = len(self.bytes_of(job))
         self.events.append(Arrived(job.transfer, piece.index, job.slot, job.first_layer, job.last_layer, size))
-        if one.layers[piece.index] == self._num_layers:
-            self._report(job.transfer, one, now)
-        self._advance(job.transfer, one, now)
+        if state.layers[piece.index] == self._num_layers:
+            self._report(job.transfer, state, now)
+        self._advance(job.transfer, state, now)
 
     def unreadable(self, job: Job, now: float) -> None:
-        """A piece could not be read where its offer says."""
-        self._leave(job.transfer, job.piece.index)
+        """Called when a begun piece could not be read from P's buffer."""
+        self._release(job.transfer, job.piece.index)
         if job.transfer in self._transfers:
-            self._break(job.transfer, f"{self._peer} has freed keys and values too early", now)
+            self._fail(job.transfer, f"{self._peer} {FREED}", now)
 
     def imported(self, arrived: Arrived, now: float) -> None:
-        """The engine has imported a piece, or dropped it."""
-        self._leave(arrived.transfer, arrived.index)
-        self._ask(now)
+        """Called when the engine has imported or dropped a piece."""
+        self._release(arrived.transfer, arrived.index)
+        self._request(now)
 
-    def _leave(self, transfer: bytes, index: int) -> None:
-        """One user less of a slot, which is released with the last one where all of it has arrived, or its transfer has
-        ended."""
+    def _release(self, transfer: bytes, index: int) -> None:
+        """Remove a user of a slot. Without users the slot is freed if it is complete or its transfer has ended."""
         orphan = self._orphans.get(transfer)
-        one = orphan or self._transfers[transfer]
-        one.users[index] -= 1
-        if one.users[index]:
+        state = orphan or self._transfers[transfer]
+        state.users[index] -= 1
+        if state.users[index]:
             return
-        del one.users[index]
-        if orphan or one.layers[index] == self._num_layers:
-            self._buffer.release(one.slots.pop(index))
-        if orphan and not one.slots:
+        del state.users[index]
+        if orphan or state.layers[index] == self._num_layers:
+            self._buffer.release(state.slots.pop(index))
+        if orphan and not state.slots:
             del self._orphans[transfer]
 
     def tick(self, now: float) -> bool:
-        """Repeat what was not answered, and give up what is not answered at all. Returns False where nothing is
-        answered: the connection is of no use."""
+        """Repeat unanswered messages, and fail transfers after the timeout. Returns False if P does not answer at all,
+        so that the connection should be closed."""
         answers = True
-        for transfer, one in list(self._transfers.items()):
-            if now - max(one.heard, self._heard) > self._timeout:
+        for transfer, state in list(self._transfers.items()):
+            if now - max(state.last_heard, self._last_heard) > self._timeout:
                 answers = False
-                self._break(transfer, f"{self._peer} has not answered for {self._timeout:g} seconds", now)
+                self._fail(transfer, f"{self._peer} has not answered for {self._timeout:g} seconds", now)
                 continue
-            if not one.answered and now - one.asked > RESEND_INTERVAL:
-                one.asked = now
-                self.outgoing.append(one.start)
-            elif one.answered and now - one.reported > HEARTBEAT_INTERVAL:
-                self._report(transfer, one, now)
-            for key, wanted in list(one.wanted.items()):  # of a connection that lost the answer
+            if not state.answered and now - state.start_sent > RESEND_INTERVAL:
+                state.start_sent = now
+                self.outgoing.append(state.start)
+            elif state.answered and now - state.status_sent > HEARTBEAT_INTERVAL:
+                self._report(transfer, state, now)
+            for key, wanted in list(state.wanted.items()):
                 if self._is_late(wanted, now):
-                    self._ask_again(transfer, one, key, "does not send keys and values", now)
+                    self._request_again(transfer, state, key, "has not sent keys and values", now)
                     if transfer not in self._transfers:
                         break
         for transfer, (count, sent) in list(self._stopping.items()):
@@ -323,96 +328,96 @@ class Receiver:
             elif now - sent > RESEND_INTERVAL:
                 self._stopping[transfer] = count + 1, now
                 self.outgoing.append(Stop(transfer))
-        self._ask(now)
+        self._request(now)
         return answers
 
     def _is_late(self, wanted: _Wanted, now: float) -> bool:
-        """Whether the answer to a ``Read`` is lost. Answers come in the order of the questions, however slowly."""
+        """True if the answer to a ``Read`` is lost. Answers arrive in the order of the requests, even if slowly."""
         limit = self._timeout / MAX_READS
-        if wanted.begun or wanted.asked is None or now - wanted.asked <= limit:
+        if wanted.begun or wanted.requested is None or now - wanted.requested <= limit:
             return False
-        return wanted.asked < self._answered or now - self._read > limit
+        return wanted.requested < self._newest_answered or now - self._last_read > limit
 
     def close(self, reason: str, now: float) -> None:
-        """The connection is lost: all transfers have failed. The next one may be used with the same object."""
+        """Fail all transfers after the connection is lost. The object can be used with the next connection."""
         for transfer in list(self._transfers):
-            self._break(transfer, reason, now)
+            self._fail(transfer, reason, now)
         self._stopping.clear()
         self.outgoing.clear()
 
-    def _take_offer(self, one: _Transfer, offer: Offer) -> None:
-        if offer.number in one.offers:
+    def _take_offer(self, state: _Transfer, offer: Offer) -> None:
+        if offer.number in state.offers:
             return
         valid = 0 <= offer.first_layer < offer.last_layer <= self._num_layers
-        if not valid or any(piece.index not in one.layers for piece in offer.pieces):
+        if not valid or any(piece.index not in state.layers for piece in offer.pieces):
             return
-        one.offers.add(offer.number)
+        state.offers.add(offer.number)
         for piece in offer.pieces:
             key = piece.index, offer.first_layer, offer.last_layer
-            if key not in one.wanted and key not in one.arrived:
-                one.wanted[key] = _Wanted(piece)
+            if key not in state.wanted and key not in state.arrived:
+                state.wanted[key] = _Wanted(piece)
                 self._queue.append((offer.transfer, key))
 
-    def _advance(self, transfer: bytes, one: _Transfer, now: float) -> None:
-        """Ask for pieces, and complete the transfer where none is left."""
-        self._ask(now)
-        if one.end and one.num_offers >= one.end.offers and not one.wanted and transfer in self._transfers:
-            if any(layers != self._num_layers for layers in one.layers.values()):
-                self._break(transfer, f"{self._peer} has not offered all keys and values", now)
+    def _advance(self, transfer: bytes, state: _Transfer, now: float) -> None:
+        """Request pieces, and complete the transfer if all have arrived."""
+        self._request(now)
+        if state.end and state.num_offers >= state.end.offers and not state.wanted and transfer in self._transfers:
+            if any(layers != self._num_layers for layers in state.layers.values()):
+                self._fail(transfer, f"{self._peer} has not offered all keys and values", now)
                 return
-            self.events.append(Completed(transfer, one.end.num_cached))
+            self.events.append(Completed(transfer, state.end.num_cached))
             self._end(transfer, now)
 
-    def _ask(self, now: float) -> None:
-        """Ask for pieces while D's buffer has room. Those of slots that are there already overtake others, as these
-        slots become free only with them."""
+    def _request(self, now: float) -> None:
+        """Request queued pieces while D's buffer has room. Pieces of allocated slots overtake the others, as only they
+        can complete and free these slots."""
         left: deque[tuple[bytes, Key]] = deque()
         for transfer, key in self._queue:
-            one = self._transfers.get(transfer)
-            wanted = one.wanted.get(key) if one else None
-            if one is None or wanted is None or wanted.asked is not None:
+            state = self._transfers.get(transfer)
+            wanted = state.wanted.get(key) if state else None
+            if state is None or wanted is None or wanted.requested is not None:
                 continue
             index, first, last = key
-            if index not in one.slots:
+            if index not in state.slots:
                 if left or (allocated := self._buffer.allocate()) is None:
                     left.append((transfer, key))
                     continue
-                one.slots[index] = allocated[0]
-            wanted.asked, wanted.reads = now, wanted.reads + 1
-            self.jobs.append(Job(transfer, wanted.piece, first, last, one.slots[index]))
+                state.slots[index] = allocated[0]
+            wanted.requested, wanted.reads = now, wanted.reads + 1
+            self.jobs.append(Job(transfer, wanted.piece, first, last, state.slots[index]))
         self._queue = left
 
-    def _ask_again(self, transfer: bytes, one: _Transfer, key: Key, problem: str, now: float) -> None:
-        wanted = one.wanted[key]
+    def _request_again(self, transfer: bytes, state: _Transfer, key: Key, problem: str, now: float) -> None:
+        wanted = state.wanted[key]
         if wanted.reads >= MAX_READS:
-            self._break(transfer, f"{self._peer} {problem}, {MAX_READS} times", now)
+            self._fail(transfer, f"{self._peer} {problem}, after {MAX_READS} reads", now)
             return
         self.num_rereads += 1
-        wanted.asked, wanted.begun = None, False
+        wanted.requested, wanted.begun = None, False
         self._queue.append((transfer, key))
-        self._ask(now)
+        self._request(now)
 
-    def _report(self, transfer: bytes, one: _Transfer, now: float) -> None:
-        one.reported = now
-        counts = list(one.layers.values())
+    def _report(self, transfer: bytes, state: _Transfer, now: float) -> None:
+        state.status_sent = now
+        counts = list(state.layers.values())
         released = next((i for i, layers in enumerate(counts) if layers != self._num_layers), len(counts))
-        self.outgoing.append(Status(transfer, one.num_offers, released))
+        self.outgoing.append(Status(transfer, state.num_offers, released))
 
-    def _break(self, transfer: bytes, words: str, now: float) -> None:
-        self.events.append(Broken(transfer, Failure(Code.UNAVAILABLE, words)))
+    def _fail(self, transfer: bytes, message: str, now: float) -> None:
+        self.events.append(Broken(transfer, Failure(Code.UNAVAILABLE, message)))
         self._end(transfer, now)
 
     def _end(self, transfer: bytes, now: float) -> None:
-        """Forget a transfer, and tell P. Slots of D's buffer are released once the engine does not read them."""
-        one = self._transfers.pop(transfer)
-        for index in [index for index in one.slots if index not in one.users]:
-            self._buffer.release(one.slots.pop(index))
-        if one.slots:
-            self._orphans[transfer] = one
+        """Remove a transfer, and send ``Stop``. Slots of D's buffer that are in use are released later."""
+        state = self._transfers.pop(transfer)
+        for index in [index for index in state.slots if index not in state.users]:
+            self._buffer.release(state.slots.pop(index))
+        if state.slots:
+            self._orphans[transfer] = state
         self._stopping[transfer] = 1, now
         self.outgoing.append(Stop(transfer))
 
 
 def new_transfer_id() -> bytes:
-    """An identifier for ``Start``."""
+    """Random id for ``Start``."""
     return os.urandom(16)

@@ -1,4 +1,4 @@
-"""The connection to a prefill engine at work: a ``Receiver`` over a socket, in an event loop."""
+"""The connection to a prefill engine: runs a ``Receiver`` over a socket, in an asyncio event loop."""
 
 from __future__ import annotations
 
@@ -15,16 +15,7 @@ from ..executor import node_link
 from ..executor.node_link import SecretError
 from .connection import Connection
 from .link import PROTOCOL, TICK_INTERVAL, Context, Outbox
-from .messages import (
-    Data,
-    Hello,
-    Read,
-    Refused,
-    Start,
-    Status,
-    Stop,
-    Welcome,
-)
+from .messages import Data, Hello, Read, Refused, Start, Status, Stop, Welcome
 from .nixl import NixlPeer
 from .receiver import Arrived, Broken, Completed, Job, Pull, Receiver
 from .shared_memory import RemoteBuffer
@@ -32,19 +23,19 @@ from .shared_memory import RemoteBuffer
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT = 5.0
-"""Seconds that connecting to a prefill engine may take."""
+"""Maximum seconds to connect to a prefill engine."""
 NIXL_INTERVAL, NIXL_IDLE_INTERVAL = 0.0005, 0.005
-"""Seconds between two looks at what NIXL reads, and where it reads nothing."""
+"""Polling interval of NIXL reads in seconds: while reads are in progress, and while there are none."""
 REFUSAL_SECONDS = 5.0
-"""Seconds for which transfers do not wait for a prefill engine that has refused this one or could not be reached.
-Meanwhile each has it asked again."""
+"""Seconds after a refused or failed connection during which new transfers fail at once. Each of them triggers another
+attempt to connect."""
 
 
 class ReceiverLink:
-    """The connection to a prefill engine, which is made when there is something to pull, and again once it was lost.
+    """The connection to a prefill engine. It is established on demand, and again after it was lost.
 
     Args:
-        address: ``host:port``.
+        address: address of the prefill engine, ``host:port``.
     """
 
     def __init__(self, context: Context, address: str) -> None:
@@ -53,10 +44,11 @@ class ReceiverLink:
         self._name = f"the prefill instance {address}"
         self._receiver = self._new_receiver()
         self._waiting: list[Pull] = []
-        """Transfers to begin once connected."""
+        """Transfers to start once connected."""
         self._wanted = asyncio.Event()
+        """Set while a connection is needed."""
         self._welcomed = False
-        """Whether the last connection was one that transfers could use."""
+        """True if the last connection was accepted by the prefill engine."""
         self._outbox: Outbox | None = None
         self._remote: RemoteBuffer | None = None
         self._nixl: NixlPeer[Job] | None = None
@@ -65,11 +57,11 @@ class ReceiverLink:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no connection, nor anything to make one for."""
+        """True if there is no connection and none is needed."""
         return not self._wanted.is_set() and time.monotonic() >= self._refused_until
 
     def has(self, transfer: bytes) -> bool:
-        """Whether anything of a transfer is left here."""
+        """True if a transfer waits, runs, or still uses the buffer."""
         return self._receiver.has(transfer) or any(pull.start.transfer == transfer for pull in self._waiting)
 
     def pull(self, pull: Pull) -> None:
@@ -95,7 +87,7 @@ class ReceiverLink:
         self._flush()
 
     async def run(self) -> None:
-        """Connect whenever there is something to pull."""
+        """Connect whenever there is a transfer to pull."""
         try:
             while True:
                 await self._wanted.wait()
@@ -105,14 +97,14 @@ class ReceiverLink:
                 if not self._waiting:
                     self._wanted.clear()
         finally:
-            self._fail_all("this instance stops")
+            self._fail_all("this instance is stopping")
 
     def _new_receiver(self) -> Receiver:
         context = self._context
         return Receiver(context.buffer, context.options.timeout, self._name)
 
     async def _serve(self) -> str:
-        """Pull until the connection is lost; returns why."""
+        """Connect, and pull until the connection is lost. Returns the reason of the loss."""
         options = self._context.options
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT):
@@ -123,9 +115,8 @@ class ReceiverLink:
                 connection = Connection(link.socket)
         except SecretError as error:
             return self._refuse(f"{self._name} {error}")
-        except OSError as error:  # TimeoutError is one
-            words = error.strerror or str(error) or "no answer"
-            return self._refuse(f"{self._name} cannot be reached: {words}")
+        except OSError as error:  # includes TimeoutError
+            return self._refuse(f"{self._name} cannot be reached: {error.strerror or str(error) or 'no answer'}")
         tasks: list[asyncio.Task[Any]] = []
         try:
             await connection.send(Hello(self._context.instance, options.allow_fingerprint_mismatch))
@@ -134,16 +125,16 @@ class ReceiverLink:
             if isinstance(welcome, Refused):
                 return self._refuse(f"{self._name} has refused this instance: {welcome.reason}")
             if not isinstance(welcome, Welcome):
-                return self._refuse(f"{self._name} is no prefill instance")
+                return self._refuse(f"{self._name} is not a prefill instance")
             if options.transport == "auto" and welcome.memory:
                 with contextlib.suppress(OSError, ValueError):
                     self._remote = RemoteBuffer(welcome.memory)
             if self._context.nixl:
                 if welcome.nixl is None:
-                    return self._refuse(f"{self._name} has no NIXL: give both --kv-transport nixl")
+                    return self._refuse(f"{self._name} does not use NIXL: start both with --kv-transport nixl")
                 self._nixl = self._context.nixl.connect(welcome.nixl)
-            how = "NIXL" if self._nixl else "shared memory" if self._remote else "TCP"
-            logger.info("connected to %s: keys and values come over %s", self._name, how)
+            transport = "NIXL" if self._nixl else "shared memory" if self._remote else "TCP"
+            logger.info("connected to %s: keys and values are transferred over %s", self._name, transport)
             self._refused_until = 0.0
             self._outbox = Outbox(connection)
             tasks += [
@@ -173,11 +164,11 @@ class ReceiverLink:
             self._remote = None
             connection.close()
             if self._nixl:
-                await self._quiet(self._nixl)
+                await self._drain(self._nixl)
                 self._nixl = None
 
     def _refuse(self, reason: str) -> str:
-        """Have no transfer wait for a connection for a while."""
+        """Fail new transfers for ``REFUSAL_SECONDS``. Returns ``reason``."""
         now = time.monotonic()
         if now >= self._refused_until or reason != self._refusal:
             logger.error("%s", reason)
@@ -185,7 +176,7 @@ class ReceiverLink:
         return reason
 
     def _fail_all(self, reason: str, waiting: bool = True) -> None:
-        """Fail all transfers that have begun, and those that wait for a connection, too."""
+        """Fail all started transfers, and with ``waiting`` those that wait for a connection."""
         self._receiver.close(reason, time.monotonic())
         if waiting:
             failure = Failure(Code.UNAVAILABLE, reason)
@@ -210,7 +201,7 @@ class ReceiverLink:
                     raise
                 receiver.verify(job, checksum.intdigest(), now())
             elif isinstance(message, Hello | Welcome | Refused | Start | Read | Status | Stop):
-                raise ConnectionError("it sends what a prefill instance does not send")
+                raise ConnectionError("it sent a message that a prefill instance must not send")
             else:
                 receiver.receive(message, now())
             self._flush()
@@ -220,28 +211,28 @@ class ReceiverLink:
             await asyncio.sleep(TICK_INTERVAL)
             answers = self._receiver.tick(time.monotonic())
             if not answers:
-                self._outbox = None  # transfers that begin now wait for the next connection
+                self._outbox = None  # new transfers wait for the next connection
             self._flush()
             if not answers:
                 raise ConnectionError("it does not answer")
 
     async def _poll_nixl(self, peer: NixlPeer[Job]) -> None:
-        """Verify what has been read."""
+        """Verify pieces as NIXL finishes reading them."""
         while True:
             await asyncio.sleep(NIXL_INTERVAL if peer.busy else NIXL_IDLE_INTERVAL)
             self._take_finished(peer)
             self._flush()
 
-    async def _quiet(self, peer: NixlPeer[Job]) -> None:
-        """Wait until nothing is read into this engine's buffer: its places are not free before. Those of a read that
-        never ends are lost."""
+    async def _drain(self, peer: NixlPeer[Job]) -> None:
+        """Wait until NIXL no longer writes to this engine's buffer, as its slots cannot be freed before. The slots of a
+        read that does not end are lost."""
         self._receiver.close(f"the connection to {self._name} is lost", time.monotonic())
         deadline = time.monotonic() + self._context.options.timeout
         while peer.busy and time.monotonic() < deadline:
             self._take_finished(peer)
             await asyncio.sleep(NIXL_IDLE_INTERVAL)
         if peer.busy:
-            logger.error("reads from %s do not end: their part of the transfer buffer is lost", self._name)
+            logger.error("NIXL reads from %s do not end: their slots of the transfer buffer are lost", self._name)
         peer.close()
 
     def _take_finished(self, peer: NixlPeer[Job]) -> None:
@@ -268,7 +259,7 @@ class ReceiverLink:
             self._receiver.unreadable(job, time.monotonic())
 
     def _flush(self) -> None:
-        """Send messages, read pieces, and pass events on."""
+        """Send the receiver's messages, read its jobs, and report its events."""
         receiver, stats = self._receiver, self._context.stats
         while receiver.jobs:
             jobs, receiver.jobs = receiver.jobs, []
@@ -297,7 +288,7 @@ class ReceiverLink:
         self._context.report(receiver.events)
 
     def _copy(self, remote: RemoteBuffer, job: Job) -> None:
-        """Read a piece from P's memory."""
+        """Read a piece from P's shared memory."""
         receiver = self._receiver
         if not receiver.begin(job):
             return

@@ -8,7 +8,7 @@
 ```
 
 Each slot of the buffer belongs to one transfer from ``offer`` until D has verified it (``Status.released``) or the
-transfer ends, but at least until nothing of it is being sent (``sent``).
+transfer ends, and until none of its pieces is being sent (``sent``).
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ from .messages import (
 )
 
 RESEND_INTERVAL = 0.2
-"""Seconds after which something that was not heard of is sent again."""
+"""Seconds after which an unacknowledged message is sent again."""
 
 
 class Exported(msgspec.Struct, frozen=True):
-    """A slot of the buffer into which a slot of a transfer was exported."""
+    """A slot of the buffer that holds an exported slot of a transfer."""
 
     index: int
     """Slot of the transfer."""
     slot: int
-    """Slot of the buffer, allocated by the caller; the transfer's from now on."""
+    """Slot of the buffer, allocated by the caller. The transfer takes ownership of it."""
     epoch: int
 
 
 class Cancelled(NamedTuple):
-    """The engine need not compute a transfer any more."""
+    """The engine no longer has to compute a transfer."""
 
     transfer: bytes
 
 
 class Sending(NamedTuple):
-    """A piece to be sent; ``Sender.sent`` has to follow."""
+    """A piece to send. Call ``Sender.sent`` afterwards."""
 
     message: Data
     slot: int
@@ -70,11 +70,11 @@ class _Transfer:
     def __init__(self, start: Start, hashes: list[bytes], now: float) -> None:
         self.start = start
         self.hashes = hashes
-        self.heard = now
+        self.last_heard = now
         self.offers: list[tuple[Offer, float]] = []
-        """Each offer with the time when it was last sent."""
+        """Offers, each with the time at which it was last sent."""
         self.slots: dict[int, tuple[int, int]] = {}
-        """Slot of the transfer → slot of the buffer and epoch, while D may read it."""
+        """Slot of the transfer → slot of the buffer and epoch, for slots that D may read."""
         self.end: Finished | Failed | None = None
         self.end_sent = 0.0
 
@@ -82,12 +82,13 @@ class _Transfer:
 class Sender:
     """Transfers to one decode engine.
 
-    Args:
-        buffer: that pieces are read from.
-        weights_version: of this engine.
-        lease: seconds without a message after which a transfer is dropped.
+    Methods append messages to ``outgoing``, pieces to ``sending``, and ``events`` for the engine. The caller handles
+    and clears these lists. ``now`` arguments are times on the monotonic clock.
 
-    ``outgoing``, ``sending`` and ``events`` fill up with what is to be done; the caller empties them.
+    Args:
+        buffer: buffer from which pieces are sent.
+        weights_version: version of this engine's weights.
+        lease: seconds without a message from D after which a transfer is dropped.
     """
 
     def __init__(self, buffer: TransferBuffer, weights_version: str, lease: float) -> None:
@@ -95,29 +96,29 @@ class Sender:
         self._weights_version = weights_version
         self._lease = lease
         self._transfers: dict[bytes, _Transfer] = {}
-        self._heard = 0.0
-        """When the last message came."""
+        self._last_heard = 0.0
+        """Time of the last message from D."""
         self._busy: dict[int, int] = {}
-        """Slot of the buffer → pieces of it that are being sent."""
+        """Slot of the buffer → number of its pieces being sent."""
         self._to_release: set[int] = set()
-        """Slots of the buffer to release once nothing of them is being sent."""
+        """Slots of the buffer to release once none of their pieces is being sent."""
         self.outgoing: list[ToDecode] = []
         self.sending: list[Sending] = []
         self.events: list[Start | Cancelled] = []
 
     def has(self, transfer: bytes) -> bool:
-        """Whether a transfer has not ended."""
+        """True if the transfer has not ended."""
         return transfer in self._transfers
 
     def receive(self, message: ToPrefill, now: float) -> None:
-        """Handle a message; ``now`` is the time on the monotonic clock."""
-        self._heard = now
-        one = self._transfers.get(message.transfer)
-        if one is not None:
-            one.heard = now
+        """Handle a message from D."""
+        self._last_heard = now
+        state = self._transfers.get(message.transfer)
+        if state is not None:
+            state.last_heard = now
         match message:
             case Start():
-                if one is None:
+                if state is None:
                     hashes = slot_hashes(
                         self._weights_version, message.adapter_version, message.cache_salt, message.tokens
                     )
@@ -127,52 +128,52 @@ class Sender:
             case Stop():
                 self._drop(message.transfer)
                 self.outgoing.append(Stopped(message.transfer))
-            case Status() | Read() if one is None:
+            case Status() | Read() if state is None:
                 self.outgoing.append(Stopped(message.transfer))
             case Status():
-                assert one is not None
-                first = one.start.first_slot
-                for index in [index for index in one.slots if index < first + message.released]:
-                    self._free(one.slots.pop(index)[0])
-                if not self._resend(one, message.offers, now):
+                assert state is not None
+                first = state.start.first_slot
+                for index in [index for index in state.slots if index < first + message.released]:
+                    self._free(state.slots.pop(index)[0])
+                if not self._resend(state, message.offers, now):
                     self.outgoing.append(Accepted(message.transfer))
             case Read():
-                assert one is not None
-                self._read(one, message)
+                assert state is not None
+                self._read(state, message)
 
     def offer(self, transfer: bytes, exported: list[Exported], first_layer: int, last_layer: int, now: float) -> None:
-        """Offer layers ``first_layer`` to ``last_layer`` of slots, which have been written. With the first layer the
-        slots become the transfer's; those of a transfer that has ended are released."""
-        one = self._transfers.get(transfer)
-        if one is None or isinstance(one.end, Failed):
+        """Offer the exported layers ``first_layer`` to ``last_layer`` (exclusive) of slots. The offer of layer 0 passes
+        ownership of the slots; if the transfer has ended, they are released."""
+        state = self._transfers.get(transfer)
+        if state is None or isinstance(state.end, Failed):
             for each in exported if first_layer == 0 else ():
                 self._free(each.slot)
             return
         pieces = []
         for each in exported:
             index, slot, epoch = each.index, each.slot, each.epoch
-            one.slots[index] = slot, epoch
-            checksum = new_checksum(one.hashes[index], epoch, first_layer, last_layer)
+            state.slots[index] = slot, epoch
+            checksum = new_checksum(state.hashes[index], epoch, first_layer, last_layer)
             checksum.update(self._buffer.layers(slot, first_layer, last_layer))
             pieces.append(Piece(index, slot, epoch, checksum.intdigest()))
-        offer = Offer(transfer, len(one.offers), first_layer, last_layer, pieces)
-        one.offers.append((offer, now))
+        offer = Offer(transfer, len(state.offers), first_layer, last_layer, pieces)
+        state.offers.append((offer, now))
         self.outgoing.append(offer)
 
     def finish(self, transfer: bytes, num_cached: int, now: float) -> None:
-        """All slots of a transfer have been offered."""
-        if one := self._transfers.get(transfer):
-            one.end, one.end_sent = Finished(transfer, len(one.offers), num_cached), now
-            self.outgoing.append(one.end)
+        """End a transfer whose slots have all been offered."""
+        if state := self._transfers.get(transfer):
+            state.end, state.end_sent = Finished(transfer, len(state.offers), num_cached), now
+            self.outgoing.append(state.end)
 
     def fail(self, transfer: bytes, failure: Failure, now: float) -> None:
-        """The engine cannot compute a transfer."""
-        if one := self._transfers.get(transfer):
-            one.end, one.end_sent = Failed(transfer, failure), now
-            self.outgoing.append(one.end)
+        """End a transfer that the engine cannot compute."""
+        if state := self._transfers.get(transfer):
+            state.end, state.end_sent = Failed(transfer, failure), now
+            self.outgoing.append(state.end)
 
     def sent(self, sending: Sending) -> None:
-        """A piece of ``sending`` is not read any more: it was sent, or the connection is lost."""
+        """Called when a piece of ``sending`` is sent, or the connection is lost."""
         self._busy[sending.slot] -= 1
         if not self._busy[sending.slot]:
             del self._busy[sending.slot]
@@ -181,19 +182,19 @@ class Sender:
                 self._buffer.release(sending.slot)
 
     def expire(self, now: float) -> bool:
-        """Drop transfers whose lease is over. Returns False where D has gone silent while pieces of ended transfers are
-        being sent to it: they are released only with the connection."""
-        for transfer in [key for key, one in self._transfers.items() if now - one.heard > self._lease]:
+        """Drop transfers whose lease has expired. Returns False if the connection must be closed: D is silent while
+        pieces of ended transfers are being sent, whose slots could not be released otherwise."""
+        for transfer in [key for key, state in self._transfers.items() if now - state.last_heard > self._lease]:
             self._drop(transfer)
-        return not (self._to_release and now - self._heard > self._lease)
+        return not (self._to_release and now - self._last_heard > self._lease)
 
     def close(self) -> None:
-        """Drop all transfers, as the connection is lost."""
+        """Drop all transfers after the connection is lost."""
         for transfer in list(self._transfers):
             self._drop(transfer)
 
-    def _read(self, one: _Transfer, message: Read) -> None:
-        known = one.slots.get(message.index) == (message.slot, message.epoch)
+    def _read(self, state: _Transfer, message: Read) -> None:
+        known = state.slots.get(message.index) == (message.slot, message.epoch)
         valid = 0 <= message.first_layer < message.last_layer <= self._buffer.num_layers
         if not (known and valid and self._buffer.holds(message.slot, message.epoch)):
             self.outgoing.append(Gone(message.transfer, message.index, message.first_layer, message.last_layer))
@@ -203,31 +204,31 @@ class Sender:
         size = len(self._buffer.layers(message.slot, *layers))
         self.sending.append(Sending(Data(message.transfer, message.index, message.epoch, *layers, size), message.slot))
 
-    def _resend(self, one: _Transfer, offers: int, now: float) -> bool:
-        """Send what D lacks again, unless it may be on its way. Returns whether anything was sent."""
-        late = [i for i in range(offers, len(one.offers)) if now - one.offers[i][1] > RESEND_INTERVAL]
+    def _resend(self, state: _Transfer, offers: int, now: float) -> bool:
+        """Resend the offers from ``offers`` on, and the end, unless sent recently. Returns True if any was sent."""
+        late = [i for i in range(offers, len(state.offers)) if now - state.offers[i][1] > RESEND_INTERVAL]
         for i in late:
-            offer, _ = one.offers[i]
-            current = [piece for piece in offer.pieces if one.slots.get(piece.index) == (piece.slot, piece.epoch)]
-            one.offers[i] = offer, now
+            offer, _ = state.offers[i]
+            current = [piece for piece in offer.pieces if state.slots.get(piece.index) == (piece.slot, piece.epoch)]
+            state.offers[i] = offer, now
             self.outgoing.append(msgspec.structs.replace(offer, pieces=current))
-        if one.end and now - one.end_sent > RESEND_INTERVAL:
-            one.end_sent = now
-            self.outgoing.append(one.end)
+        if state.end and now - state.end_sent > RESEND_INTERVAL:
+            state.end_sent = now
+            self.outgoing.append(state.end)
             return True
         return bool(late)
 
     def _drop(self, transfer: bytes) -> None:
-        one = self._transfers.pop(transfer, None)
-        if one is None:
+        state = self._transfers.pop(transfer, None)
+        if state is None:
             return
-        for slot, _ in one.slots.values():
+        for slot, _ in state.slots.values():
             self._free(slot)
-        if one.end is None:
+        if state.end is None:
             self.events.append(Cancelled(transfer))
 
     def _free(self, slot: int) -> None:
-        """Release a slot of the buffer, once nothing of it is being sent."""
+        """Release a slot of the buffer once none of its pieces is being sent."""
         if slot in self._busy:
             self._to_release.add(slot)
         else:

@@ -1,4 +1,4 @@
-"""A connection from a decode engine at work: a ``Sender`` over a socket, in an event loop."""
+"""The connection from a decode engine: runs a ``Sender`` over a socket, in an asyncio event loop."""
 
 from __future__ import annotations
 
@@ -16,16 +16,7 @@ from ..executor import node_link
 from ..executor.node_link import NodeLink, SecretError
 from .connection import Connection
 from .link import PROTOCOL, TICK_INTERVAL, Context, Outbox
-from .messages import (
-    Hello,
-    Instance,
-    Read,
-    Refused,
-    Start,
-    Status,
-    Stop,
-    Welcome,
-)
+from .messages import Hello, Instance, Read, Refused, Start, Status, Stop, Welcome
 from .sender import Exported, Sender
 from .shared_memory import address_of
 
@@ -41,20 +32,19 @@ class SenderLink:
         self._sender = Sender(context.buffer, context.instance.weights_version, lease=options.timeout)
         self._outbox: Outbox | None = None
         self.on_transfers: Callable[[SenderLink, list[bytes]], None] = lambda link, transfers: None
-        """Called with the transfers that have begun."""
+        """Called with the ids of new transfers."""
 
     def has(self, transfer: bytes) -> bool:
         return self._sender.has(transfer)
 
     async def serve(self, connected: socket.socket) -> None:
-        """Answer until the connection is lost."""
-        peer = "nowhere"
+        """Serve the decode engine until the connection is lost."""
+        peer = "an unknown address"
         try:
             peer = join_address(*connected.getpeername()[:2])
             link = await _authenticate(connected, self._context.options.secret)
         except (SecretError, OSError) as error:
-            words = str(error) or "does not answer"
-            logger.warning("a KV transfer connection from %s was refused: it %s", peer, words)
+            logger.warning("refused a KV transfer connection from %s: it %s", peer, str(error) or "does not answer")
             return
         connection = Connection(link.socket)
         tasks: list[asyncio.Task[Any]] = []
@@ -95,14 +85,14 @@ class SenderLink:
         self._flush()
 
     async def _welcome(self, connection: Connection, peer: str) -> bool:
-        """Whether a decode engine fits this one."""
+        """Receive ``Hello`` and reply. Returns False if the decode engine does not match this one."""
         hello = await connection.receive()
         if not isinstance(hello, Hello):
             return False
         context = self._context
         allowed = hello.allow_fingerprint_mismatch and context.options.allow_fingerprint_mismatch
         if reason := mismatch(context.instance, hello.instance, allowed):
-            logger.error("a decode instance at %s was refused: %s", peer, reason)
+            logger.error("refused a decode instance at %s: %s", peer, reason)
             await connection.send(Refused(reason))
             return False
         memory = address_of(context.buffer) if context.options.transport == "auto" else None
@@ -113,7 +103,7 @@ class SenderLink:
         while True:
             message = await connection.receive()
             if not isinstance(message, Start | Read | Status | Stop):
-                raise ConnectionError("it sends what a decode instance does not send")
+                raise ConnectionError("it sent a message that a decode instance must not send")
             self._sender.receive(message, time.monotonic())
             self._flush()
 
@@ -123,7 +113,7 @@ class SenderLink:
             reads = self._sender.expire(time.monotonic())
             self._flush()
             if not reads:
-                raise ConnectionError("it does not read what it has asked for")
+                raise ConnectionError("it does not read the pieces that it requested")
 
     def _flush(self) -> None:
         sender = self._sender
@@ -138,7 +128,7 @@ class SenderLink:
 
 
 async def _authenticate(connected: socket.socket, secret: bytes) -> NodeLink:
-    """``node_link.accept`` without a thread, so that those who say nothing keep nobody else waiting."""
+    """Like ``node_link.accept``, but in the event loop, so that silent peers do not block others."""
     loop, link = asyncio.get_running_loop(), NodeLink(connected)
     try:
         challenge = node_link.send_challenge(link, PROTOCOL)
@@ -159,17 +149,17 @@ async def _authenticate(connected: socket.socket, secret: bytes) -> NodeLink:
 
 
 def mismatch(here: Instance, there: Instance, allow_fingerprint_mismatch: bool) -> str:
-    """Why a decode engine, ``there``, cannot use what this one computes; empty where it can."""
+    """Reason why a decode engine (``there``) cannot use this engine's keys and values; empty if it can."""
     if (there.version, there.layout_version) != (here.version, here.layout_version):
         return f"it runs Penstock {there.version}, and the prefill instance {here.version}: install the same version"
     if there.weights_version != here.weights_version:
         return f"it has other weights ({there.weights_version}) than the prefill instance ({here.weights_version})"
     if there.layers != here.layers:
-        words = "its KV cache has other layers, heads or dtypes than the prefill instance's"
-        return f"{words} ({_describe(there)}, and {_describe(here)}): give both the same dtype and kv_cache_dtype"
+        message = "its KV cache has other layers, heads or dtypes than the prefill instance's"
+        return f"{message} ({_describe(there)}, and {_describe(here)}): give both the same dtype and kv_cache_dtype"
     if there.fingerprint != here.fingerprint and not allow_fingerprint_mismatch:
         return (
-            f"its kernels compute other bits ({there.fingerprint}) than the prefill instance's ({here.fingerprint}); "
+            f"its kernels ({there.fingerprint}) are not bit-identical to the prefill instance's ({here.fingerprint}); "
             "--allow-fingerprint-mismatch on both accepts that"
         )
     return ""

@@ -1,4 +1,4 @@
-"""The transport between two engines of one host: D reads P's transfer buffer where it lies."""
+"""The transport between two engines on one host: D maps P's transfer buffer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from xxhash import xxh3_64
 from .buffer import HEADER_BYTES, IDENTITY_BYTES, TransferBuffer, data_offset
 
 COPY_BYTES = 512 * 1024
-"""Bytes that are copied before their checksum is computed, so that they are in the cache then."""
+"""Bytes copied at a time before they are checksummed, so that they are still in the CPU cache."""
 
 
 class BufferAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Where processes of the same host and user find a transfer buffer."""
+    """Address of a transfer buffer for processes of the same host and user."""
 
     path: str
     identity: bytes
@@ -33,29 +33,29 @@ def address_of(buffer: TransferBuffer) -> BufferAddress:
 class RemoteBuffer:
     """The transfer buffer of another process, read-only.
 
-    Raises ``OSError`` where it cannot be opened here, as on another host or in another container.
+    Raises ``OSError`` if it cannot be opened, as on another host or in another container.
     """
 
     def __init__(self, address: BufferAddress) -> None:
         offset = data_offset(address.slots)
         size = offset + address.slots * address.slot_bytes
         if not re.fullmatch(r"/proc/\d+/fd/\d+", address.path):
-            raise OSError(f"{address.path!r} is no path of a transfer buffer")
+            raise OSError(f"{address.path!r} is not the path of a transfer buffer")
         descriptor = os.open(Path(address.path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             if os.fstat(descriptor).st_size != size:
-                raise OSError("another file is there")
+                raise OSError("the file has another size")
             self._memory = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
         finally:
             os.close(descriptor)
         if self._memory[:IDENTITY_BYTES] != address.identity:
-            raise OSError("another transfer buffer is there")
+            raise OSError("the file is another transfer buffer")
         self._epochs = np.frombuffer(self._memory, np.int64)[HEADER_BYTES // 8 :][: address.slots]
         self._data = np.frombuffer(self._memory, np.uint8)[offset:].reshape(address.slots, address.slot_bytes)
 
     def read(self, slot: int, epoch: int, first_byte: int, into: memoryview, checksum: xxh3_64) -> bool:
-        """Copy bytes of a slot, and update ``checksum`` with the copy. Returns whether the slot had this epoch all the
-        time."""
+        """Copy bytes of a slot, and update ``checksum`` with the copy. Returns False if the slot did not have this
+        epoch the whole time."""
         if not 0 <= slot < len(self._epochs) or self._epochs[slot] != epoch:
             return False
         for begin in range(0, len(into), COPY_BYTES):

@@ -1,1 +1,1 @@
-"""The engine as a process: its server loop, its client, its launcher and the messages between them."""
+"""The engine process: its server loop, client, launcher, and the messages between them."""

@@ -1,4 +1,4 @@
-"""Actions on an engine as a whole: its weights change, it is paused, it sleeps. Messages, and their execution."""
+"""Actions on an engine as a whole, such as weight updates, pause and sleep: messages, and their execution."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 
 class LoadWeights(msgspec.Struct, tag=True, frozen=True):
-    """Load weights beside those in use; ``CommitWeights`` or ``DiscardWeights`` has to follow."""
+    """Load weights, keeping those in use. ``CommitWeights`` or ``DiscardWeights`` must follow."""
 
     path: str
-    """Folder of a checkpoint of the same model; empty reads those in use again."""
+    """Folder of a checkpoint of the same model; empty: read the current one again."""
 
 
 class CommitWeights(msgspec.Struct, tag=True, frozen=True):
-    """Use the weights that were loaded."""
+    """Use the loaded weights."""
 
     running: WeightUpdateMode = "finish"
 
 
 class DiscardWeights(msgspec.Struct, tag=True, frozen=True):
-    """Drop weights that were loaded, or are being loaded."""
+    """Drop weights that are loaded or being loaded."""
 
 
 class PauseGeneration(msgspec.Struct, tag=True, frozen=True):
@@ -39,7 +39,7 @@ class PauseGeneration(msgspec.Struct, tag=True, frozen=True):
 
     mode: PauseMode = "abort"
     clear_cache: bool = True
-    """Whether the prefix cache is emptied; not where requests are kept."""
+    """Empty the prefix cache, unless requests are kept."""
 
 
 class ResumeGeneration(msgspec.Struct, tag=True, frozen=True):
@@ -54,17 +54,18 @@ class Sleep(msgspec.Struct, tag=True, frozen=True):
 
 
 class WakeUp(msgspec.Struct, tag=True, frozen=True):
-    """Bring back what ``Sleep`` has freed."""
+    """Restore what ``Sleep`` has freed."""
 
     tags: tuple[str, ...] | None = None
+    """Parts to restore (``weights``, ``kv_cache``); None: all."""
 
 
 class Synchronize(msgspec.Struct, tag=True, frozen=True):
-    """Nothing: when it is answered, the client has all that the engine had told before."""
+    """No action. Its result arrives at the client after all messages that the engine had sent before."""
 
 
 class LoadAdapter(msgspec.Struct, tag=True, frozen=True):
-    """Load a LoRA adapter; done once requests may name it."""
+    """Load a LoRA adapter. Requests may name it once the action has ended."""
 
     name: str
     path: str
@@ -81,7 +82,7 @@ class ResetPrefixCache(msgspec.Struct, tag=True, frozen=True):
 
 
 class Inspect(msgspec.Struct, tag=True, frozen=True):
-    """Take a ``Snapshot``, which is the result."""
+    """Take a ``Snapshot``. It is the result."""
 
 
 EngineAction: TypeAlias = (
@@ -101,21 +102,21 @@ EngineAction: TypeAlias = (
 
 
 class EngineState(msgspec.Struct, tag=True, frozen=True):
-    """What actions change; sent to every client whenever it has changed, before anything that was computed since."""
+    """State changed by actions. Sent to every client on each change, before any output computed afterwards."""
 
     weights_version: str = ""
     weights_path: str = ""
     """Folder of the weights in use; empty for the model's."""
     weights_updates: int = 0
-    """Counter of changes of the weights since the engine's start."""
+    """Number of weight updates since the engine's start."""
     is_paused: bool = False
-    """Whether it computes no steps; also while it sleeps."""
+    """True if it computes no steps, also while it sleeps."""
     asleep: tuple[str, ...] = ()
-    """Parts that were freed: ``weights``, ``kv_cache``."""
+    """Freed parts (``weights``, ``kv_cache``); empty while awake."""
 
 
 class PendingAction(NamedTuple):
-    """An action that a client has asked for."""
+    """An action requested by a client."""
 
     client: bytes
     call_id: int
@@ -124,7 +125,7 @@ class PendingAction(NamedTuple):
 
 
 class ActionQueue:
-    """Carries out actions on an engine, in the thread that runs its steps.
+    """Executes actions on an engine. Not thread-safe: use it in the engine's thread.
 
     Args:
         snapshot: takes a snapshot of the engine.
@@ -134,10 +135,10 @@ class ActionQueue:
         self._engine = engine
         self._snapshot = snapshot
         self.pending: list[PendingAction] = []
-        """Actions whose results were not taken (``take_done``)."""
+        """Actions not yet returned by ``take_done``."""
 
     def start(self, client: bytes, call_id: int, action: EngineAction) -> None:
-        """Begin an action, whose result ``take_done`` returns."""
+        """Start an action. ``take_done`` returns it when it has ended."""
         try:
             done = self._begin(action)
         except PenstockError as error:
@@ -175,7 +176,7 @@ class ActionQueue:
         return done
 
     def take_done(self) -> list[PendingAction]:
-        """Actions that have ended since the last call."""
+        """Remove and return the actions that have ended."""
         done = [entry for entry in self.pending if entry.done.done()]
         self.pending = [entry for entry in self.pending if not entry.done.done()]
         return done

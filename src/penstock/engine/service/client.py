@@ -1,4 +1,4 @@
-"""The client of an engine process: sends requests, receives deltas, and detects at once that the process has died."""
+"""The client of an engine process: sends requests, receives deltas, and detects the process's death at once."""
 
 from __future__ import annotations
 
@@ -26,33 +26,32 @@ from .snapshot import Snapshot
 logger = logging.getLogger(__name__)
 
 MAX_RECEIVE_TIME = 0.004
-"""Seconds of receiving messages in one iteration of the event loop; the rest is received in the next one."""
+"""Maximum seconds of receiving messages in one iteration of the event loop."""
 FLUSH_DELAY = 0.05
-"""Seconds to wait for messages that a dead engine sent before it died."""
+"""Seconds to wait for the last messages of a dead engine."""
 STARTING = Failure(Code.UNAVAILABLE, "the engine is starting; try again soon")
 STOPPING = Failure(Code.UNAVAILABLE, "the server is stopping")
 UNHEALTHY_SHARE = 0.25
-"""Share of ``engine_iteration_timeout`` by which a heartbeat may be overdue before requests are refused."""
+"""Fraction of ``engine_iteration_timeout`` by which a heartbeat may be overdue before requests are refused."""
 MAX_STOPPED = 3.0
-"""Seconds for which an engine's process may not run at all before requests are refused."""
+"""Seconds for which an engine's process may be stopped (as by SIGSTOP) before requests are refused."""
 ENGINE_DIED = Failure(Code.UNAVAILABLE, "the engine died; it is being started again")
 
 
 class EngineClient:
-    """Sends requests to the engine process at an address, and reconnects to the next one when it dies or is lost.
-
-    Create and use it in one event loop. Only ``ready``, ``call`` and ``close`` are coroutines.
+    """Sends requests to the engine process at an address. When the process dies or the connection is lost, it connects
+    to the next one. Create and use it in one event loop.
 
     Args:
-        address: ZeroMQ address: ``ipc://…`` of a process on this host, ``tcp://…`` of one on any.
+        address: ZeroMQ address: ``ipc://…`` for a process on this host, ``tcp://…`` for one on any host.
         on_deltas: called with the deltas of each step for this client's requests.
-        on_lost: called with the reason when the engine is gone; its requests are lost.
-        get_vocabulary: returns the model's vocabulary, which is sent to every new engine; None sends none.
-        on_cancel: called with external ids of requests to abort, of which some may be this client's.
-        on_stats: called with the engine's statistics, every ``KEEP_ALIVE_INTERVAL``.
-        on_adapters: called with the engine's adapters when it connects, and when they change.
-        on_ready: called with the engine's report when it has connected, and when its state has changed.
-        secret: the cluster secret, for an address of TCP.
+        on_lost: called with the reason when the engine is lost, and with it all its requests.
+        get_vocabulary: returns the model's vocabulary, which is sent to every new engine; None: send none.
+        on_cancel: called with external ids of requests to abort, which may be other clients'.
+        on_stats: called with the engine's statistics every ``KEEP_ALIVE_INTERVAL``.
+        on_adapters: called with the engine's adapters when it connects and when they change.
+        on_ready: called with the engine's report when it connects and when its state changes.
+        secret: the cluster secret, for TCP.
     """
 
     def __init__(
@@ -78,16 +77,16 @@ class EngineClient:
         self._on_ready = on_ready
         self._loop = asyncio.get_running_loop()
         self._unavailable = STARTING
-        """The error for requests while there is no engine."""
+        """Error for requests while no engine is connected."""
         if is_remote(address):
             self._unavailable = Failure(Code.UNAVAILABLE, f"the engine at {self.name} has not answered yet")
         self.engine: messages.Ready | None = None
-        """The connected engine; None while there is none."""
+        """Report of the connected engine; None if none is connected."""
         self._stats = messages.Stats()
         self.adapters: dict[str, str] = {}
-        """Name → folder of the LoRA adapters; they are loaded into an engine that connects without them."""
+        """Name → folder of the LoRA adapters. Engines that connect without them load them."""
         self._reloads: dict[int, str] = {}
-        """Adapters that the connected engine is still loading by ``set_adapters``, by call id."""
+        """Adapters being loaded after ``set_adapters``, by call id."""
         self._had_engine = False
         self._call_ids = itertools.count(1)
         self._calls: dict[int, asyncio.Future[Snapshot | None]] = {}
@@ -95,9 +94,9 @@ class EngineClient:
         self._engine_changed = asyncio.Event()
         self._refusing = self._closed = self._stopping = False
         self._refused = ""
-        """Why the engine that was reached last cannot be used; empty where it can."""
+        """Reason why the engine reached last cannot be used; empty if it can."""
         self._clock_offset: float | None = None
-        """Of an engine on another host: seconds by which this host's monotonic clock is ahead of the engine's."""
+        """Estimated seconds by which this host's monotonic clock is ahead of the engine's."""
         self._connect()
         self._send_keep_alive()
         self._stop_keep_alive = threading.Event()
@@ -106,11 +105,11 @@ class EngineClient:
 
     @property
     def name(self) -> str:
-        """The engine's host and port, of one that is reached over TCP."""
+        """Host and port of an engine reached over TCP."""
         return self.address.removeprefix("tcp://")
 
     async def ready(self) -> messages.Ready:
-        """Wait until an engine serves, and return its report. Raises ``PenstockError`` (``unavailable``) after
+        """Wait until an engine is connected, and return its report. Raises ``PenstockError`` (``unavailable``) after
         ``stop_serving``."""
         while self.engine is None:
             if self._refusing:
@@ -119,7 +118,7 @@ class EngineClient:
         return self.engine
 
     def require_engine(self) -> messages.Ready:
-        """The connected engine's report. Raises ``PenstockError`` (``unavailable``) where no engine is connected, or it
+        """Report of the connected engine. Raises ``PenstockError`` (``unavailable``) if no engine is connected, or it
         hangs or is stopping."""
         if self.engine is None:
             raise PenstockError.of(self._unavailable)
@@ -127,32 +126,31 @@ class EngineClient:
             raise PenstockError.of(messages.ENGINE_STOPPING)
         timeout = UNHEALTHY_SHARE * self.engine.iteration_timeout
         if timeout and self._connection.overdue > timeout:
-            words = f"the engine has not answered for {self._connection.age:.0f} seconds"
-            raise PenstockError(Code.UNAVAILABLE, words)
+            message = f"the engine has not answered for {self._connection.age:.0f} seconds"
+            raise PenstockError(Code.UNAVAILABLE, message)
         if (stopped := self._connection.stopped) > MAX_STOPPED:
-            words = f"the engine's process has not run for {stopped:.0f} seconds"
-            raise PenstockError(Code.UNAVAILABLE, words)
+            raise PenstockError(Code.UNAVAILABLE, f"the engine's process has not run for {stopped:.0f} seconds")
         return self.engine
 
     @property
     def overdue(self) -> float:
-        """Seconds since the engine's next sign of progress was expected."""
+        """Seconds by which the engine's next heartbeat or message is overdue."""
         return self._connection.overdue
 
     @property
     def stats(self) -> messages.Stats:
-        """The engine's last statistics, which it sends every ``KEEP_ALIVE_INTERVAL``, with the heartbeat's age now."""
+        """The engine's last statistics, at most ``KEEP_ALIVE_INTERVAL`` old, with the current age of its heartbeat."""
         age = self._connection.age if self.engine else 0.0
         state = self.engine.state if self.engine else EngineState()
         return msgspec.structs.replace(self._stats, heartbeat_age=age, state=state)
 
     def is_loading(self, adapter: str) -> bool:
-        """Whether the connected engine has not loaded this adapter yet, as it came without it or hung."""
+        """True if the connected engine is still loading this adapter after ``set_adapters``."""
         return adapter in self._reloads.values()
 
     def add(self, request: EngineRequest) -> None:
-        """Send a request. Raises ``PenstockError``: ``unavailable`` as ``require_engine`` does, ``invalid`` for a value
-        that cannot be encoded."""
+        """Send a request. Raises ``PenstockError``: ``unavailable`` as ``require_engine``, ``invalid`` for a value that
+        cannot be encoded."""
         self.require_engine()
         time_left = None
         if self._connection.remote and request.deadline is not None:
@@ -162,14 +160,14 @@ class EngineClient:
         except ENCODE_ERRORS as error:
             raise invalid_request(request, error) from error
 
-    def tell(self, message: messages.ToEngine) -> None:
-        """Send a message about open requests, also after ``stop_serving``; dropped if their engine has died."""
+    def notify(self, message: messages.ToEngine) -> None:
+        """Send a message about open requests, also after ``stop_serving``. Does nothing if their engine has died."""
         if self._connection.confirmed:
             self._send(message)
 
     def set_adapters(self, adapters: dict[str, str]) -> None:
-        """Have the engine load and unload LoRA adapters until it has these, without waiting for it; where there is no
-        engine, once it connects."""
+        """Make the engine load and unload LoRA adapters until it has exactly these, without waiting. If none is
+        connected, this happens when one connects."""
         known, self.adapters = self.adapters, adapters
         if self.engine is None:
             return
@@ -181,8 +179,7 @@ class EngineClient:
             self._send(messages.Call(call_id, LoadAdapter(name, adapters[name])))
 
     async def call(self, action: EngineAction) -> Snapshot | None:
-        """Have the engine carry out an action; returns its result once it has. Raises ``PenstockError`` where it
-        cannot."""
+        """Execute an action in the engine, and return its result. Raises ``PenstockError`` if it fails."""
         self.require_engine()
         call_id = next(self._call_ids)
         self._calls[call_id] = self._loop.create_future()
@@ -193,7 +190,7 @@ class EngineClient:
             del self._calls[call_id]
 
     def stop_serving(self, failure: Failure) -> None:
-        """Fail open requests, and refuse new ones from now on, with ``failure``."""
+        """Fail open requests and refuse new ones with ``failure``."""
         self._refusing = True
         self._engine_changed.set()  # wakes ready()
         self._fail_open_requests(failure)
@@ -209,7 +206,7 @@ class EngineClient:
         self._stop_keep_alive.set()
         self._keep_alive_thread.join()
 
-    # --- Connection to one engine process after the other ------------------------------------------------------------
+    # --- Connection --------------------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
         kind = RemoteConnection if is_remote(self.address) else LocalConnection
@@ -225,15 +222,15 @@ class EngineClient:
 
     def _send(self, message: messages.ToEngine) -> None:
         data = messages.encode(message)
-        with contextlib.suppress(zmq.Again):  # a connection that is lost, which will be noticed
+        with contextlib.suppress(zmq.Again):  # the connection is lost, which is handled when it is detected
             self._socket.send_multipart(frames(data) if len(data) > MAX_FRAME else [data], zmq.NOBLOCK)
         self._loop.call_soon(self._receive)  # ZeroMQ's descriptor is edge-triggered, and sending may consume its edge
 
     def _keep_process_alive(self) -> None:
-        """Thread: send ``ProcessAlive`` while the event loop is blocked, for at most ``LOOP_TIMEOUT``, so that a few
-        seconds of work in the loop do not cancel this process's requests."""
+        """Thread: send ``ProcessAlive``, so that the engine does not cancel this process's requests while the event
+        loop is blocked for at most ``LOOP_TIMEOUT``."""
         with open_socket(self.address, self._secret) as socket:
-            socket.setsockopt(zmq.IMMEDIATE, 1)  # do not queue messages while there is no engine
+            socket.setsockopt(zmq.IMMEDIATE, 1)  # do not queue messages while no engine is connected
             socket.connect(self.address)
             while not self._stop_keep_alive.wait(messages.KEEP_ALIVE_INTERVAL):
                 if time.monotonic() - self._last_loop_time < messages.LOOP_TIMEOUT:
@@ -249,7 +246,7 @@ class EngineClient:
         """Handle the messages that have arrived.
 
         Args:
-            all: do so without the limit ``MAX_RECEIVE_TIME``.
+            all: without the limit ``MAX_RECEIVE_TIME``.
         """
         started = time.monotonic()
         while not self._socket.closed:
@@ -260,13 +257,13 @@ class EngineClient:
                 message = messages.decode_from_engine(self._socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return
-            except msgspec.MsgspecError as error:  # of another version
-                self._refuse(f"the engine at {self.name} answers with what this version cannot read ({error})")
+            except msgspec.MsgspecError as error:  # the engine is of another version
+                self._refuse(f"the engine at {self.name} sent a message that this version cannot decode ({error})")
                 continue
-            self._connection.heard(message)
+            self._connection.on_message(message)
             match message:
                 case messages.Deltas(deltas):
-                    self._on_deltas(self._in_own_time(deltas) if self._connection.remote else deltas)
+                    self._on_deltas(self._with_local_times(deltas) if self._connection.remote else deltas)
                 case messages.Stats():
                     offset = time.monotonic() - message.clock
                     self._clock_offset = offset if self._clock_offset is None else min(offset, self._clock_offset)
@@ -279,7 +276,7 @@ class EngineClient:
                     self._stopping = True
                 case messages.Stopped():
                     self._send(messages.Disconnect())
-                    self._connection.lose()
+                    self._connection.mark_lost()
                 case messages.Cancel(request_ids):
                     self._on_cancel(request_ids)
                 case messages.Adapters(paths):
@@ -294,10 +291,8 @@ class EngineClient:
 
     def _on_engine_ready(self, engine: messages.Ready) -> None:
         if engine.protocol != messages.PROTOCOL:
-            words = (
-                f"the engine at {self.name} is of Penstock {engine.version or 'another version'}, this is {__version__}"
-            )
-            self._refuse(f"{words}: install the same version on all hosts")
+            theirs = f"the engine at {self.name} runs Penstock {engine.version or 'of another version'}"
+            self._refuse(f"{theirs}, and this process {__version__}: install the same version on all hosts")
             return
         try:
             self._connection.confirm(engine)
@@ -306,10 +301,10 @@ class EngineClient:
             return
         self.engine = engine
         self._refused = ""
-        if self._get_vocabulary:  # sent now, as the engine takes seconds to prepare it for the first guided request
+        if self._get_vocabulary:  # early: the engine takes seconds to prepare it for the first guided request
             self._send(messages.SetVocabulary(self._get_vocabulary()))
         self._reloads.clear()
-        # A restarted engine has the adapters of its options, not those that were loaded or unloaded since.
+        # A restarted engine has the adapters of its options, without later changes.
         wanted = self.adapters if self._had_engine else engine.adapters | self.adapters
         self._had_engine, self.adapters = True, engine.adapters
         self.set_adapters(wanted)
@@ -322,23 +317,23 @@ class EngineClient:
             self._send(messages.Connect())
 
     def _on_connection_lost(self) -> None:
-        """The engine is gone: reconnect after ``FLUSH_DELAY``, as its last messages may still arrive."""
+        """Reconnect after ``FLUSH_DELAY``, as the engine's last messages may still arrive."""
         self._loop.call_later(FLUSH_DELAY, self._reconnect)
 
     def _on_refused(self) -> None:
         self._refuse(
-            f"the engine at {self.name} refuses the connection: it has another cluster secret, or is none of "
-            "Penstock's; copy the file of one host to all others"
+            f"the engine at {self.name} refuses the connection: it has another cluster secret, or is not a Penstock "
+            "engine; copy the secret's file of one host to all others"
         )
 
     def _refuse(self, reason: str) -> None:
-        """Have requests fail with the reason for which the engine cannot be used, and log it once."""
+        """Fail requests with the reason why the engine cannot be used, and log it once."""
         if reason != self._refused and self.engine is None and not self._refusing:
             logger.warning(reason)
             self._refused, self._unavailable = reason, Failure(Code.UNAVAILABLE, reason)
 
     def _reconnect(self) -> None:
-        """Fail the requests of the engine that is gone, and connect to the next one."""
+        """Fail the requests of the lost engine, and connect to the next one."""
         if self._closed:
             return
         self._receive(all=True)
@@ -358,16 +353,12 @@ class EngineClient:
                 call.set_exception(PenstockError.of(failure))
         self._on_lost(failure)
 
-    def _in_own_time(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
-        """The deltas, with times on this host's clock."""
+    def _with_local_times(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
+        """The deltas, with times converted to this host's clock."""
+        replace, offset = msgspec.structs.replace, self._clock_offset or 0.0
         return [
-            msgspec.structs.replace(
-                delta,
-                perf=msgspec.structs.replace(
-                    delta.perf, first_scheduled=delta.perf.first_scheduled + (self._clock_offset or 0.0)
-                ),
-            )
-            if delta.perf
+            replace(delta, perf=replace(perf, first_scheduled=perf.first_scheduled + offset))
+            if (perf := delta.perf)
             else delta
             for delta in deltas
         ]

@@ -1,4 +1,4 @@
-"""Connections to an engine process: on this host, whose death and hangs show at once, or on another one."""
+"""Connections to an engine process: on this host, with immediate detection of its death and hangs, or over TCP."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .curve import secure_client
 from .heartbeat import Heartbeat
 
 HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT = 1.0, 8.0
-"""Seconds between two heartbeats of ZeroMQ's own threads over TCP, and without one until a connection is lost: the
-other process was stopped, its host is down, or the network is cut."""
+"""Interval and timeout of ZeroMQ's heartbeats over TCP, seconds. The connection is lost after the timeout: the other
+process was stopped, its host is down, or the network is cut."""
 CONNECT_TIMEOUT = 5.0
-"""Seconds to establish a TCP connection; then it is tried again."""
+"""Maximum seconds of one attempt to connect over TCP."""
 RECONNECT_MS, MAX_RECONNECT_MS = 100, 2000
-"""Milliseconds between two attempts to connect; the first pause is doubled until the second."""
+"""Initial and maximum pause between attempts to connect, milliseconds. The pause doubles with each attempt."""
 REFUSED = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_AUTH
 
 
@@ -31,11 +31,11 @@ class EngineConnection(ABC):
 
     Args:
         address: ZeroMQ address.
-        secret: the cluster secret, for an address of TCP.
+        secret: the cluster secret, for TCP.
         on_readable: called when messages may have arrived.
-        on_connected: called when a connection over TCP is there; messages before that are dropped.
-        on_lost: called once the engine is gone, after ``confirm``.
-        on_refused: called when an engine refuses the connection, each time.
+        on_connected: called when a TCP connection is established. Messages sent before are dropped.
+        on_lost: called once when the engine is lost after ``confirm``.
+        on_refused: called each time an engine refuses the connection.
     """
 
     def __init__(
@@ -53,46 +53,46 @@ class EngineConnection(ABC):
         self._on_lost = on_lost
         self._on_refused = on_refused
         self.identity = uuid4().bytes
-        """By which the engine knows this connection: of a later one, the engine has other requests."""
+        """Id of this connection at the engine. The engine's requests belong to one connection."""
         self.socket = open_socket(address, secret)
         self.socket.setsockopt(zmq.IDENTITY, self.identity)
         self.confirmed = False
-        """Whether an engine has answered."""
+        """True from an engine's first answer until ``close``."""
         self._watch_connection()
         self.socket.connect(address)
         self._loop.add_reader(self.socket.fileno(), on_readable)
 
     @property
     def remote(self) -> bool:
-        """Whether the engine may be on another host, whose monotonic clock is another one."""
+        """True if the engine may be on another host, with another monotonic clock."""
         return is_remote(self._address)
 
     @property
     @abstractmethod
     def age(self) -> float:
-        """Seconds since the engine was last known to make progress."""
+        """Seconds since the engine's last heartbeat or message."""
 
     @property
     @abstractmethod
     def overdue(self) -> float:
-        """Seconds since its next sign of progress was expected; 0 where it was not yet."""
+        """Seconds by which the engine's next heartbeat or message is overdue; 0 if it is not."""
 
     @property
     def stopped(self) -> float:
-        """Seconds for which the engine's process has not run at all, where that can be known."""
+        """Seconds for which the engine's process has not run at all; 0 if unknown."""
         return 0.0
 
     def confirm(self, engine: messages.Ready) -> None:
-        """Watch the engine that has answered. Raises ``ProcessLookupError`` where it has died already."""
+        """Monitor the engine that has answered. Raises ``ProcessLookupError`` if it has died already."""
         self.confirmed = True
 
     @abstractmethod
-    def heard(self, message: messages.FromEngine) -> None:
-        """Note that a message has come."""
+    def on_message(self, message: messages.FromEngine) -> None:
+        """Called with every message of the engine."""
 
     @abstractmethod
-    def lose(self) -> None:
-        """Take the engine for gone, as it has said."""
+    def mark_lost(self) -> None:
+        """Called when the engine has announced its end."""
 
     def close(self) -> None:
         if not self.socket.closed:
@@ -101,12 +101,12 @@ class EngineConnection(ABC):
 
     @abstractmethod
     def _watch_connection(self) -> None:
-        """Watch the connection from its beginning."""
+        """Start to monitor the connection, before it is established."""
 
 
 class LocalConnection(EngineConnection):
-    """A connection over a Unix socket to a process of this host, of which the kernel tells when it ends, and a
-    ``Heartbeat`` whether it hangs."""
+    """A connection over a Unix socket to a process on this host. A pidfd reports the process's end, and the
+    ``Heartbeat`` shows hangs."""
 
     def _watch_connection(self) -> None:
         self._pidfd = -1
@@ -130,11 +130,11 @@ class LocalConnection(EngineConnection):
         self._heartbeat = Heartbeat(self._address)
         super().confirm(engine)
 
-    def heard(self, message: messages.FromEngine) -> None:
-        """The heartbeat says more."""
+    def on_message(self, message: messages.FromEngine) -> None:
+        """Ignored: the heartbeat shows the engine's progress."""
 
-    def lose(self) -> None:
-        """The end of the process says more."""
+    def mark_lost(self) -> None:
+        """Ignored: the pidfd reports the end of the process."""
 
     def close(self) -> None:
         self.confirmed = False
@@ -153,22 +153,22 @@ class LocalConnection(EngineConnection):
 
 
 class RemoteConnection(EngineConnection):
-    """An encrypted TCP connection. The engine is lost when the connection is: ZeroMQ notices a process that ends at
-    once, one that was stopped or cannot be reached within ``HEARTBEAT_TIMEOUT``. An engine whose loop hangs sends
-    nothing, and ends for its clients as on its own host, after ``engine_iteration_timeout``."""
+    """An encrypted TCP connection. The engine is lost with the connection: ZeroMQ detects the end of the process at
+    once, and a stopped or unreachable process within ``HEARTBEAT_TIMEOUT``. An engine with a hung loop sends nothing,
+    and is lost after ``engine_iteration_timeout``, as on its host."""
 
     def _watch_connection(self) -> None:
-        self._heard = time.monotonic()
+        self._last_message = time.monotonic()
         self._expected = 0.0
         self._check: asyncio.TimerHandle | None = None
         events = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | REFUSED
         self._events = self.socket.get_monitor_socket(events)
         self._loop.add_reader(self._events.fileno(), self._receive_events)
-        self._loop.call_soon(self._receive_events)  # as the descriptor is edge-triggered
+        self._loop.call_soon(self._receive_events)  # the descriptor is edge-triggered
 
     @property
     def age(self) -> float:
-        return time.monotonic() - self._heard
+        return time.monotonic() - self._last_message
 
     @property
     def overdue(self) -> float:
@@ -179,8 +179,8 @@ class RemoteConnection(EngineConnection):
         self._timeout = engine.iteration_timeout
         self._check = self._loop.call_later(messages.KEEP_ALIVE_INTERVAL, self._check_progress)
 
-    def heard(self, message: messages.FromEngine) -> None:
-        self._heard = time.monotonic()
+    def on_message(self, message: messages.FromEngine) -> None:
+        self._last_message = time.monotonic()
         self._expected = message.expected if isinstance(message, messages.StepStarted) else 0.0
 
     def close(self) -> None:
@@ -204,30 +204,30 @@ class RemoteConnection(EngineConnection):
             if event & REFUSED:
                 self._on_refused()
             elif event == zmq.Event.DISCONNECTED:
-                self.lose()
+                self.mark_lost()
             else:
                 self._on_connected()
 
     def _check_progress(self) -> None:
         if self._timeout and self.overdue > self._timeout:
-            self.lose()
+            self.mark_lost()
         else:
             self._check = self._loop.call_later(messages.KEEP_ALIVE_INTERVAL, self._check_progress)
 
-    def lose(self) -> None:
-        if self._check:  # an engine had answered, and was not lost yet
+    def mark_lost(self) -> None:
+        if self._check:  # confirmed and not lost yet
             self._check.cancel()
             self._check = None
             self._on_lost()
 
 
 def is_remote(address: str) -> bool:
-    """Whether a ZeroMQ address is one of TCP."""
+    """True if a ZeroMQ address is a TCP address."""
     return address.startswith("tcp://")
 
 
 def open_socket(address: str, secret: bytes) -> zmq.Socket[bytes]:
-    """A client's socket for an engine's address, not connected yet."""
+    """Create a client's socket for an engine's address, without connecting it."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
@@ -235,7 +235,7 @@ def open_socket(address: str, secret: bytes) -> zmq.Socket[bytes]:
     if is_remote(address):
         secure_client(socket, secret)
         set_heartbeats(socket)
-        socket.setsockopt(zmq.IMMEDIATE, 1)  # queue nothing while there is no connection
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # do not queue messages while there is no connection
         socket.setsockopt(zmq.CONNECT_TIMEOUT, int(CONNECT_TIMEOUT * 1000))
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
@@ -244,6 +244,6 @@ def open_socket(address: str, secret: bytes) -> zmq.Socket[bytes]:
 
 
 def set_heartbeats(socket: zmq.Socket[bytes]) -> None:
-    """Have ZeroMQ notice a lost connection within ``HEARTBEAT_TIMEOUT``."""
+    """Make ZeroMQ detect a lost connection within ``HEARTBEAT_TIMEOUT``."""
     socket.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT_INTERVAL * 1000))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(HEARTBEAT_TIMEOUT * 1000))

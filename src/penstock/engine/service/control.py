@@ -1,4 +1,4 @@
-"""Actions on all engines of a model together, by the process that has started them."""
+"""Actions on all engines of a model, in the process that started them."""
 
 from __future__ import annotations
 
@@ -30,58 +30,58 @@ from .launcher import EngineProcesses
 logger = logging.getLogger(__name__)
 
 READY_TIMEOUT = 10.0
-"""Seconds to wait for engines that are being started again."""
+"""Maximum seconds to wait for restarting engines."""
 
 
 class UpdateWeights(msgspec.Struct, tag=True, frozen=True):
     """Change the weights of all engines."""
 
     path: str = ""
-    """Folder of a checkpoint of the same model; empty reads those in use again."""
-    running: WeightUpdateMode = "finish"
+    """Folder of a checkpoint of the same model; empty: read the current one again."""
+    running: Running = "finish"
 
 
 ModelAction: TypeAlias = UpdateWeights | PauseGeneration | ResumeGeneration | Sleep | WakeUp
-"""What may be asked of a model."""
+"""Actions on a model."""
 
 
 class ModelControl:
-    """Carries out actions on the engines of a model. Create and use it in one event loop.
+    """Executes actions on all engines of a model. Create and use it in one event loop.
 
-    New weights are loaded by all engines before the first of them uses them. Where one cannot load them, nothing has
-    changed. An engine that starts again has the weights, and sleeps or is paused, as the others.
+    All engines load new weights before the first uses them. If one cannot load them, nothing changes. A restarted
+    engine gets the same weights, and sleeps or is paused, as the others.
     """
 
     def __init__(self, processes: EngineProcesses) -> None:
         self._processes = processes
         self._clients: list[EngineClient] = []
         self._updating = False
-        self._halted: PauseGeneration | Sleep | None = None
-        """What an engine that starts again is asked for."""
+        self._pause_action: PauseGeneration | Sleep | None = None
+        """Current pause or sleep, repeated for restarted engines."""
         self._pids: dict[int, int] = {}
-        """Process id of each engine."""
+        """Process id of each engine, by replica."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def execute(self, action: ModelAction) -> EngineState:
-        """Carry out an action; returns the state after it. Raises ``PenstockError`` where it fails."""
+        """Execute an action. Returns the state after it. Raises ``PenstockError`` if it fails."""
         if not self._clients:
             self._clients = [self._client(*entry) for entry in enumerate(self._processes.addresses)]
         try:
             async with asyncio.timeout(READY_TIMEOUT):
                 await asyncio.gather(*(client.ready() for client in self._clients))
         except TimeoutError as error:
-            raise PenstockError(Code.UNAVAILABLE, "an engine is being started again; try again soon") from error
+            raise PenstockError(Code.UNAVAILABLE, "an engine is being restarted; try again soon") from error
         try:
             if isinstance(action, UpdateWeights):
                 await self._update_weights(action)
             else:
                 if isinstance(action, PauseGeneration | Sleep):
-                    self._halted = action
-                await self._ask_all(action)
+                    self._pause_action = action
+                await self._call_all(action)
         finally:
             states = [client.engine.state for client in self._clients if client.engine]
             if not any(state.is_paused for state in states):
-                self._halted = None
+                self._pause_action = None
         return states[0] if states else EngineState()
 
     async def close(self) -> None:
@@ -100,10 +100,10 @@ class ModelControl:
             on_ready=lambda engine: self._on_ready(replica, engine),
         )
 
-    async def _ask_all(self, action: EngineAction) -> None:
-        """Have all engines carry out an action. Raises the first error, after all have answered."""
-        answers = [client.call(action) for client in self._clients]
-        for result in await asyncio.gather(*answers, return_exceptions=True):
+    async def _call_all(self, action: EngineAction) -> None:
+        """Execute an action in all engines. Raises the first error, after all have ended."""
+        calls = [client.call(action) for client in self._clients]
+        for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
 
@@ -113,7 +113,7 @@ class ModelControl:
         self._updating = True
         try:
             try:
-                await self._ask_all(LoadWeights(update.path))
+                await self._call_all(LoadWeights(update.path))
             except BaseException:
                 await asyncio.gather(
                     *(client.call(DiscardWeights()) for client in self._clients), return_exceptions=True
@@ -124,7 +124,7 @@ class ModelControl:
             self._updating = False
 
     async def _commit(self, update: UpdateWeights) -> None:
-        """Have all engines use what they have loaded. From the first that does, the others have to, or start again."""
+        """Use the loaded weights in all engines. Once one engine uses them, others that cannot are restarted."""
         path = update.path or self._processes.weights
 
         async def commit(client: EngineClient) -> None:
@@ -132,7 +132,7 @@ class ModelControl:
             self._processes.weights = path
 
         results = await asyncio.gather(*map(commit, self._clients), return_exceptions=True)
-        failed = {client: one for client, one in zip(self._clients, results, strict=True) if one is not None}
+        failed = {client: error for client, error in zip(self._clients, results, strict=True) if error is not None}
         if len(failed) == len(self._clients):
             raise next(iter(failed.values()))
         for replica, client in enumerate(self._clients):
@@ -142,24 +142,24 @@ class ModelControl:
                     self._processes.restart(replica)
 
     def _on_ready(self, replica: int, engine: messages.Ready) -> None:
-        """An engine has connected, or changed its state."""
+        """An engine has connected, or its state has changed."""
         if self._pids.setdefault(replica, engine.pid) == engine.pid:
             return
-        self._pids[replica] = engine.pid  # it has started again
+        self._pids[replica] = engine.pid  # it was restarted
         if not self._updating and len(self._clients) > 1 and engine.state.weights_path != self._processes.weights:
-            logger.error("engine %d has other weights than the other replicas, and is started again", replica)
+            logger.error("engine %d has other weights than the other replicas: restarting it", replica)
             self._processes.restart(replica)
-        elif self._halted:
-            self._spawn(self._halt(self._clients[replica], self._halted))
+        elif self._pause_action:
+            self._spawn(self._repeat_pause(self._clients[replica], self._pause_action))
 
-    async def _halt(self, client: EngineClient, action: PauseGeneration | Sleep) -> None:
-        """Have an engine that has started again sleep, or be paused, as the others."""
-        if action is not self._halted:
+    async def _repeat_pause(self, client: EngineClient, action: PauseGeneration | Sleep) -> None:
+        """Pause a restarted engine, or put it to sleep, as the others."""
+        if action is not self._pause_action:
             return
         try:
             await client.call(action)
         except PenstockError as error:
-            logger.error("an engine that has started again could not be paused as before: %s", error)
+            logger.error("a restarted engine could not be paused like the others: %s", error)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -1,8 +1,8 @@
-"""The engine's heartbeat: the time of its loop's last iteration, in memory that its launcher and its clients map, and
-the last time at which the process ran at all, which a thread writes there while a step takes long.
+"""The engine's heartbeat, in memory mapped by its launcher and clients: the time of the last iteration of its loop, and
+the last time at which a thread of the process ran.
 
-A process that hangs in native code or was stopped sends no messages, and one whose queue is long sends them late. The
-time in this memory depends on neither: whoever maps it knows at any moment how old the last heartbeat is.
+A process that hangs in native code or is stopped sends no messages, and one with a long queue sends them late. Mapped
+memory does not depend on messages: every process that maps it can read the heartbeat's age at any time.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import threading
 import time
 
 SIZE = 24
-"""Bytes: three float64, the time of the last heartbeat on the monotonic clock, the seconds until the next is due, and
-the time at which the process ran last."""
+"""Size in bytes. Three float64: time of the last heartbeat (monotonic clock), seconds until the next is due, and time
+at which the process last ran."""
 RUN_INTERVAL = 0.5
-"""Seconds between two times at which the process notes that it runs."""
+"""Interval at which the process records that it runs, seconds."""
 
 
 class Heartbeat:
     """The heartbeat of the engine at an address.
 
     Args:
-        address: where it serves, ``ipc://…``.
+        address: address of the engine, ``ipc://…``.
     """
 
     def __init__(self, address: str) -> None:
         file = os.open(address.removeprefix("ipc://") + ".heartbeat", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(file, 0, SIZE)  # not sparse: writing where a full disk has no room ends the process
+            os.posix_fallocate(file, 0, SIZE)  # not sparse: writing to a page without disk space would kill the process
             self._memory = mmap.mmap(file, SIZE)
         finally:
             os.close(file)
@@ -40,15 +40,15 @@ class Heartbeat:
         self._values[1] = expected
         self._values[0] = time.monotonic()
 
-    def note_running(self) -> None:
-        """Note, from a thread of its own until the process ends, that this process runs."""
+    def report_running(self) -> None:
+        """Start a thread that records every ``RUN_INTERVAL`` that this process runs."""
 
-        def note() -> None:
+        def record() -> None:
             while True:
                 self._values[2] = time.monotonic()
                 time.sleep(RUN_INTERVAL)
 
-        threading.Thread(target=note, name="running", daemon=True).start()
+        threading.Thread(target=record, name="running", daemon=True).start()
 
     def reset(self) -> None:
         """Clear the heartbeat before an engine starts."""
@@ -61,12 +61,12 @@ class Heartbeat:
 
     @property
     def stopped(self) -> float:
-        """Seconds for which the process has not run at all, as one that SIGSTOP has stopped; 0 before it ran first."""
+        """Seconds for which the process has not run, for instance after SIGSTOP; 0 before its first record."""
         return max(time.monotonic() - self._values[2] - RUN_INTERVAL, 0.0) if self._values[2] else 0.0
 
     @property
     def overdue(self) -> float:
-        """Seconds since the next heartbeat was expected; 0 where it was not yet."""
+        """Seconds by which the next heartbeat is overdue; 0 if it is not."""
         return max(self.age - self._values[1], 0.0)
 
     def close(self) -> None:

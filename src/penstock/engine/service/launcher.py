@@ -1,4 +1,4 @@
-"""The launcher of an engine process: starts it, restarts it when it dies or hangs, and stops it."""
+"""The launcher of engine processes: starts them, restarts them when they die or hang, and stops them."""
 
 from __future__ import annotations
 
@@ -28,40 +28,40 @@ logger = logging.getLogger(__name__)
 MAX_DEATHS, DEATH_WINDOW = 3, 60.0
 """A process that dies ``MAX_DEATHS`` times within ``DEATH_WINDOW`` seconds is not restarted."""
 EXIT_TIMEOUT = 10.0
-"""Seconds after ``drain_timeout`` after which an engine that has not exited is killed."""
+"""Seconds beyond ``drain_timeout`` until an engine that has not exited is killed."""
 
 
 class RestartLimit:
-    """Limits restarts of a process that dies again and again."""
+    """Limits restarts of a process that dies repeatedly."""
 
     def __init__(self) -> None:
         self._times: deque[float] = deque(maxlen=MAX_DEATHS)
 
     def record_exit(self) -> None:
-        """Record that the process has died now."""
+        """Record that the process has died."""
         self._times.append(time.monotonic())
 
     @property
     def is_exceeded(self) -> bool:
-        """Whether the process has died too often to be restarted."""
+        """True if the process has died too often to be restarted."""
         return len(self._times) == MAX_DEATHS and self._times[-1] - self._times[0] < DEATH_WINDOW
 
 
 class EngineProcess:
-    """Starts, watches and stops an engine process, which clients reach at ``address``.
+    """Starts, watches and stops an engine process, which serves clients at ``address``.
 
     Args:
         replica: index of the data-parallel replica.
     """
 
     def __init__(self, options: EngineOptions, logs: LogOptions | None = None, replica: int = 0) -> None:
-        self.options = _with_port_of_its_own(options, replica)
-        """The options of the next process that is started."""
+        self.options = _with_replica_port(options, replica)
+        """Options of the next process to start."""
         self._logs = logs or LogOptions()
         self._replica = replica
         self._name = f"engine {replica}" if options.data_parallel_size > 1 else "the engine"
         self.weights = ""
-        """Folder of the weights with which the next process starts; empty for the model's."""
+        """Folder of the weights of the next process; empty for the model's."""
         self._drain_timeout = options.drain_timeout
         self._folder = TemporaryFolder()
         self.address = f"ipc://{self._folder.path}/engine"
@@ -70,14 +70,14 @@ class EngineProcess:
         self._process: Process | None = None
         self._restart_limit = RestartLimit()
         self.ready: messages.Ready | None = None
-        """The running engine's report; None while it starts."""
+        """Report of the running engine; None while it starts."""
         self.closing = False
-        """Whether ``close`` was called."""
+        """True after ``close`` was called."""
         self.restarts = True
-        """Whether the process is started again once it has ended."""
+        """True if the process is restarted when it ends."""
 
     async def start(self) -> messages.Ready:
-        """Start the process and wait until its model has loaded. Raises ``PenstockError`` where it cannot start."""
+        """Start the process and wait until it has loaded the model. Raises ``PenstockError`` if it cannot start."""
         try:
             return await self._launch()
         except BaseException:
@@ -85,8 +85,8 @@ class EngineProcess:
             raise
 
     async def watch(self) -> None:
-        """Restart the process whenever it dies or hangs; returns after ``close``, when it has died too often, or once
-        it has ended without ``restarts``."""
+        """Restart the process whenever it dies or hangs. Returns after ``close``, when it has died too often, or when
+        it ends without ``restarts``."""
         while self._process is not None:
             hang_watch = asyncio.create_task(self._kill_if_hung(self._process))
             status = await self._process.wait()
@@ -99,14 +99,12 @@ class EngineProcess:
                 return
             self._restart_limit.record_exit()
             if self._restart_limit.is_exceeded:
-                logger.error(
-                    "it has died %d times within %d seconds and is not started again", MAX_DEATHS, DEATH_WINDOW
-                )
+                logger.error("it has died %d times within %d seconds and is not restarted", MAX_DEATHS, DEATH_WINDOW)
                 return
             try:
                 await self._relaunch()
             except PenstockError as error:
-                logger.error("%s could not be started again: %s", self._name, error)
+                logger.error("%s could not be restarted: %s", self._name, error)
 
     @property
     def pid(self) -> int:
@@ -114,7 +112,7 @@ class EngineProcess:
         return self._process.pid
 
     async def close(self) -> int:
-        """Stop the engine after its open requests, or at once while it starts; returns its exit status."""
+        """Stop the engine after its open requests, or at once if it is starting. Returns its exit status."""
         self.closing = True
         status = 0
         if self._process is not None:
@@ -130,7 +128,7 @@ class EngineProcess:
                 self._process.kill()
 
     async def _kill_if_hung(self, process: Process) -> None:
-        """Kill the engine when its heartbeat is overdue by ``engine_iteration_timeout``; its clients notice at once."""
+        """Kill the engine when its heartbeat is overdue by ``engine_iteration_timeout``. Clients detect it at once."""
         if not self._iteration_timeout:
             return
         interval = min(self._iteration_timeout / 4, 1.0)
@@ -142,22 +140,21 @@ class EngineProcess:
                 since = now  # the machine was suspended or overloaded: count the engine's delay from now
             last_check = now
             if self.ready and not self.closing and min(self._heartbeat.overdue, now - since) > self._iteration_timeout:
-                age = self._heartbeat.age
-                words = "%s (process %d) has not answered for %.0f seconds: killed"
-                logger.error(words, self._name, process.pid, age)
+                message = "%s (process %d) has not answered for %.0f seconds: killed"
+                logger.error(message, self._name, process.pid, self._heartbeat.age)
                 process.kill()
                 return
 
     async def _relaunch(self) -> None:
-        """Start the process again, with the weights that were in use. Where these cannot be read any more, it starts
-        with the model's, unless there are replicas, which have to be equal. Raises ``PenstockError``."""
+        """Restart the process with the weights that were in use. If these cannot be read, use the model's, unless there
+        are other replicas, whose weights must be equal. Raises ``PenstockError``."""
         try:
             await self._launch()
         except PenstockError as error:
             if not self.weights or self.options.data_parallel_size > 1 or error.failure.code is Code.UNAVAILABLE:
                 raise
-            words = "%s cannot start with the weights of %s, which were in use, and starts with the model's: %s"
-            logger.error(words, self._name, self.weights, error)
+            message = "%s cannot start with the weights of %s, which were in use; starting with the model's: %s"
+            logger.error(message, self._name, self.weights, error)
             self.weights = ""
             await self._launch()
 
@@ -179,16 +176,16 @@ class EngineProcess:
             await process.wait()
             raise PenstockError.of(report.failure)
         self.ready = report
-        # The next process is reached where this one was.
+        # The next process uses the same port.
         self.options = msgspec.structs.replace(self.options, engine_address=report.engine_address)
         return report
 
 
 class EngineProcesses:
-    """Starts, watches and stops the engine processes of a model: one, or its data-parallel replicas.
+    """Starts, watches and stops the engine processes of a model, one per data-parallel replica.
 
-    The first sizes its KV cache by the memory that is there, of which each replica gets the same share; the others have
-    as many blocks as the first, also when they are started again.
+    The first determines the size of its KV cache from the free memory, of which each replica gets an equal share. All
+    others, and restarted processes, use the same number of blocks.
     """
 
     def __init__(self, options: EngineOptions, logs: LogOptions | None = None) -> None:
@@ -196,12 +193,12 @@ class EngineProcesses:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """ZeroMQ address of each engine."""
+        """ZeroMQ addresses of the engines."""
         return tuple(engine.address for engine in self._engines)
 
     @property
     def weights(self) -> str:
-        """Folder of the weights with which engines start; empty for the model's."""
+        """Folder of the weights of the next processes; empty for the model's."""
         return self._engines[0].weights
 
     @weights.setter
@@ -211,17 +208,17 @@ class EngineProcesses:
 
     @property
     def reports(self) -> list[messages.Ready]:
-        """The reports of the engines that run."""
+        """Reports of the running engines."""
         return [engine.ready for engine in self._engines if engine.ready]
 
     @property
     def closing(self) -> bool:
-        """Whether ``close`` was called."""
+        """True after ``close`` was called."""
         return self._engines[0].closing
 
     async def start(self) -> messages.Ready:
-        """Start the processes and wait until they have loaded the model; returns the first one's report. Raises
-        ``PenstockError`` where one cannot start."""
+        """Start the processes and wait until they have loaded the model. Returns the first one's report. Raises
+        ``PenstockError`` if one cannot start."""
         first, *others = self._engines
         try:
             ready = await first.start()
@@ -235,16 +232,16 @@ class EngineProcesses:
         return ready
 
     async def watch(self) -> None:
-        """Restart processes that die or hang; returns after ``close``, or when all have died too often."""
+        """Restart processes that die or hang. Returns after ``close``, or when all have died too often."""
         await asyncio.gather(*(engine.watch() for engine in self._engines))
 
     async def close(self) -> int:
-        """Stop the engines as ``EngineProcess.close``; returns the first exit status that is not 0, or 0."""
+        """Stop the engines (see ``EngineProcess.close``). Returns the first exit status that is not 0, or 0."""
         statuses = await asyncio.gather(*(engine.close() for engine in self._engines))
         return next((status for status in statuses if status), 0)
 
     def stop_restarting(self) -> None:
-        """Do not start processes again. One that was told to end may do so: a service manager tells all of a group."""
+        """Do not restart processes: on shutdown, a service manager may send SIGTERM to all processes of the group."""
         for engine in self._engines:
             engine.restarts = False
 
@@ -254,12 +251,12 @@ class EngineProcesses:
             engine.kill()
 
     def restart(self, replica: int) -> None:
-        """Kill a process, which is started again."""
+        """Kill a process, so that it is restarted."""
         self._engines[replica].kill()
 
 
-def _with_port_of_its_own(options: EngineOptions, replica: int) -> EngineOptions:
-    """The options with the address on which routers reach a data-parallel replica: the ports follow each other."""
+def _with_replica_port(options: EngineOptions, replica: int) -> EngineOptions:
+    """The options with ``engine_address`` of a data-parallel replica: its index is added to the port."""
     if not options.engine_address or not replica:
         return options
     host, port = split_address(options.engine_address, "engine_address")
@@ -270,7 +267,7 @@ async def terminate(process: Process, timeout: float, kill: bool = False) -> int
     """Terminate a process and return its exit status.
 
     Args:
-        timeout: seconds after SIGTERM after which it is killed.
+        timeout: seconds after SIGTERM until it is killed.
         kill: kill it at once.
     """
     with contextlib.suppress(ProcessLookupError):  # it has exited already
@@ -279,6 +276,6 @@ async def terminate(process: Process, timeout: float, kill: bool = False) -> int
         async with asyncio.timeout(timeout):
             return await process.wait()
     except TimeoutError:
-        logger.error("process %d does not end and is killed", process.pid)
+        logger.error("process %d has not ended within %g seconds: killed", process.pid, timeout)
         process.kill()
         return await process.wait()

@@ -15,53 +15,53 @@ from .actions import EngineAction, EngineState
 from .snapshot import Snapshot
 
 PROTOCOL = 3
-"""Number of this protocol; engines and clients on several hosts must have the same."""
+"""Version of this protocol. Engines and clients on several hosts must have the same."""
 KEEP_ALIVE_INTERVAL = 1.0
 """Seconds between two ``KeepAlive`` messages of a client."""
 CLIENT_TIMEOUT = 5.0
 """Seconds without a message after which the engine cancels a client's requests."""
 LOOP_TIMEOUT = 30.0
-"""Seconds that a client's event loop may be blocked before its ``ProcessAlive`` messages stop."""
+"""Seconds for which ``ProcessAlive`` messages continue while a client's event loop is blocked."""
 ENGINE_ASLEEP = Failure(Code.UNAVAILABLE, "the engine sleeps; wake it up, then try again")
-"""The error of requests while the engine sleeps."""
+"""Error for requests while the engine sleeps."""
 ENGINE_STOPPING = Failure(Code.UNAVAILABLE, "the engine is stopping")
-"""The error of requests after ``Stopping``."""
+"""Error for requests after ``Stopping``."""
 
 # --- From clients to the engine --------------------------------------------------------------------------------------
 
 
 class Connect(msgspec.Struct, tag=True, frozen=True):
-    """The client's first message. Answered with ``Ready`` once the engine has loaded."""
+    """The client's first message. The engine replies with ``Ready`` once it has loaded the model."""
 
 
 class KeepAlive(msgspec.Struct, tag=True, frozen=True):
-    """Renews the client's lease, as every message does. Answered with ``Stats``."""
+    """Renews the client's lease, as every message does. The engine replies with ``Stats``."""
 
 
 class ProcessAlive(msgspec.Struct, tag=True, frozen=True):
-    """Renews a client's lease while its event loop is blocked. Sent by a thread on a separate socket; not answered."""
+    """Renews a client's lease while its event loop is blocked. Sent by a thread on a separate socket; no reply."""
 
     client: bytes
     """ZeroMQ identity of the client's main socket."""
 
 
 class Disconnect(msgspec.Struct, tag=True, frozen=True):
-    """The client has received ``Stopped``, and so all before it."""
+    """The client has received ``Stopped``, and therefore all messages before it."""
 
 
 class SetVocabulary(msgspec.Struct, tag=True, frozen=True):
-    """The model's vocabulary, for guided decoding; sent before the first guided request."""
+    """The model's vocabulary for guided decoding, sent before the first guided request."""
 
     vocabulary: Vocabulary
 
 
 class Add(msgspec.Struct, tag=True, frozen=True):
-    """Queue a request. Its deltas, or its error, come in ``Deltas``."""
+    """Queue a request. Its deltas or its error follow in ``Deltas``."""
 
     request: EngineRequest
     time_left: float | None = None
-    """Seconds until its deadline, from a client that may be on another host; replaces the one of the request, which is
-    on the client's clock."""
+    """Seconds until the deadline, from a client that may be on another host. Replaces ``request.deadline``, which is on
+    the client's clock."""
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -71,31 +71,31 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
 
 class FinishSequence(msgspec.Struct, tag=True, frozen=True):
-    """End one sequence of a request, whose text contains a stop string."""
+    """End one sequence of a request after a stop string was found in its text."""
 
     request_id: str
     sequence: int
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
-    """Cancel requests by their external ids, whichever client sent them. The engine forwards it to all clients, which
-    abort those of their own."""
+    """Cancel requests of any client by their external ids. The engine forwards the message to all clients, which abort
+    their requests with these ids."""
 
     request_ids: list[str]
 
 
 class Pause(msgspec.Struct, tag=True, frozen=True):
-    """Pause or resume a request's sequences, because the consumer of its output is slow."""
+    """Pause or resume a request whose output is consumed slowly."""
 
     request_id: str
     paused: bool
 
 
 class Call(msgspec.Struct, tag=True, frozen=True):
-    """An action on the engine as a whole. Answered with ``CallResult`` once it has ended."""
+    """An action on the engine as a whole. The engine replies with ``CallResult`` when it has ended."""
 
     call_id: int
-    """Chosen by the client; repeated in the ``CallResult``."""
+    """Id chosen by the client, repeated in ``CallResult``."""
     action: EngineAction
 
 
@@ -103,7 +103,7 @@ class Call(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """Report that the engine serves, with the properties of its model and KV cache that clients need."""
+    """The engine is ready: properties of its model and KV cache that clients need."""
 
     pid: int
     max_model_len: int
@@ -111,28 +111,28 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     num_blocks: int
     """Number of KV blocks on the device."""
     block_size: int
-    """Tokens in a KV block."""
+    """Number of tokens per KV block."""
     fingerprint: str
-    """``Engine.info.fingerprint``: equal for engines whose results are equal to the bit."""
+    """``Engine.info.fingerprint``: equal for engines with bit-identical results."""
     batch_invariant: bool
     adapters: dict[str, str]
-    """As in ``Adapters``."""
+    """Same as ``Adapters.paths``."""
     iteration_timeout: float = 0.0
-    """The option ``engine_iteration_timeout``, seconds."""
+    """The option ``engine_iteration_timeout``, seconds; 0: no timeout."""
     prefix_caching: bool = True
     """The option ``enable_prefix_caching``."""
     role: str = "mixed"
     """The option ``role``."""
     state: EngineState = EngineState()
-    """Its weights, and whether it sleeps."""
+    """Weights and sleep state."""
     tokenizer_version: str = ""
     """``tokenizer_version`` of the model's folder."""
     kv_address: str = ""
-    """Where a prefill instance gives KV to decode instances, as host:port; empty for none."""
+    """Address (host:port) from which decode instances pull KV; empty unless this is a prefill instance."""
     engine_address: str = ""
-    """Where routers reach the engine, as host:port with the port that was bound; empty for none."""
+    """Address (host:port, with the bound port) for routers; empty for none."""
     protocol: int = 0
-    """``PROTOCOL``."""
+    """``PROTOCOL`` of the engine."""
     version: str = ""
     """Penstock's version."""
 
@@ -144,167 +144,161 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 LISTS = ("accepted_at", "steps_by_tokens")
 """Fields of ``Stats`` with counters by position."""
-NOT_SUMMED = (*LISTS, *"adapters_running adapters_waiting expert_load replicas address role state".split())
+MAXIMA = ("longest_step", "heartbeat_age", "clock")
+"""Fields of ``Stats`` of which ``Stats.total`` takes the maximum."""
+NOT_SUMMED = (*LISTS, *MAXIMA, *"adapters_running adapters_waiting expert_load replicas address role state".split())
 
 
 class Stats(msgspec.Struct, tag=True, frozen=True):
-    """Statistics of the engine; counters count from its start."""
+    """Statistics of the engine. Counters and totals count from its start."""
 
     running: int = 0
-    """Sequences that are running."""
+    """Number of running sequences."""
     waiting: int = 0
-    """Sequences in the queue."""
+    """Number of sequences in the queue."""
     waiting_prerequisites: int = 0
-    """Those of them whose requests wait for something else than room: a grammar, cached prefixes, keys and values."""
+    """Number of queued sequences that wait for a grammar, cached prefixes, or keys and values."""
     prompt_tokens: int = 0
-    """Tokens of prompts that are still to be computed."""
+    """Number of prompt tokens still to be computed."""
     requests_of_others: int = 0
-    """Open requests of other clients than the one that this is sent to."""
+    """Number of open requests of clients other than the receiver of this message."""
     blocks: int = 0
-    """KV blocks on the device."""
+    """Number of KV blocks on the device."""
     blocks_used: int = 0
-    """KV blocks that sequences hold."""
+    """Number of KV blocks held by sequences."""
     preemptions: int = 0
-    """Counter of preempted sequences."""
+    """Counter of preemptions."""
     num_preempted_waiting: int = 0
-    """Sequences in the queue because they were preempted."""
+    """Number of preempted sequences in the queue."""
     num_swapped: int = 0
-    """Those of them whose KV blocks are in host memory."""
+    """Number of preempted sequences with their KV blocks in host memory."""
     blocks_reused: int = 0
     """Counter of KV blocks found in the prefix cache."""
     steps: int = 0
     """Counter of steps."""
     steps_by_tokens: list[int] = []
-    """Counter of steps by their tokens, in the buckets of ``step_statistics.BUCKETS``."""
+    """Counter of steps by number of tokens, in the buckets of ``step_statistics.BUCKETS``."""
     step_tokens: int = 0
-    """Counter of tokens that steps have computed, drafts included."""
+    """Counter of computed tokens, including drafts."""
     scheduled: int = 0
-    """Sequences in the last step; 0 where none is running."""
+    """Number of sequences in the last step; 0 if none is running."""
     in_prefill: int = 0
-    """Sequences in the last step whose prompt was being computed."""
+    """Number of sequences in prefill in the last step."""
     prefill_tokens: int = 0
-    """Prompt tokens computed in the last step."""
+    """Number of prompt tokens computed in the last step."""
     cpu_memory: int = 0
     """Resident memory of the engine process, bytes."""
     gpu_memory: int = 0
-    """Memory that the engine process has allocated on a GPU, bytes."""
+    """GPU memory allocated by the engine process, bytes."""
     longest_step: float = 0.0
-    """Longest step since the start, seconds."""
+    """Duration of the longest step, seconds."""
     heartbeat_age: float = 0.0
-    """Seconds since the engine's last heartbeat; filled in by the client."""
+    """Seconds since the engine's last heartbeat; set by the client."""
     clock: float = 0.0
-    """The engine's monotonic clock."""
+    """The engine's monotonic clock, seconds."""
     drafts: int = 0
     """Counter of drafts in speculative decoding."""
     draft_tokens: int = 0
     """Counter of draft tokens."""
     accepted_tokens: int = 0
-    """Counter of draft tokens that were accepted."""
+    """Counter of accepted draft tokens."""
     accepted_at: list[int] = []
-    """``accepted_tokens`` by position in the draft."""
+    """Counter of accepted draft tokens by position in the draft."""
     kv_transfers: int = 0
-    """Counter of KV transfers begun by a decode engine."""
+    """Counter of KV transfers started by a decode engine."""
     kv_completed: int = 0
-    """Counter of those that brought a prompt's keys and values."""
+    """Counter of completed KV transfers."""
     kv_failed: int = 0
-    """Counter of those that failed."""
+    """Counter of failed KV transfers."""
     kv_recomputed: int = 0
-    """Counter of requests whose prompts a decode engine has computed since their transfers failed."""
+    """Counter of requests whose prompts a decode engine computed because their transfers failed."""
     kv_seconds: float = 0.0
-    """Time of the transfers that brought something, the prefill engine's queue and computation included, seconds."""
+    """Total duration of completed KV transfers in seconds, including queue and computation of prefill engines."""
     kv_bytes_received: int = 0
-    """Counter of bytes of keys and values that came from prefill engines."""
+    """Counter of KV bytes received from prefill engines."""
     kv_bytes_sent: int = 0
-    """Counter of bytes of keys and values sent to decode engines over TCP."""
+    """Counter of KV bytes sent to decode engines over TCP."""
     kv_rereads: int = 0
-    """Counter of parts of transfers that were read again."""
+    """Counter of repeated reads of parts of KV transfers."""
     kv_checksum_failures: int = 0
-    """Counter of parts of transfers whose checksum was wrong."""
+    """Counter of parts of KV transfers with a wrong checksum."""
     kv_slots: int = 0
-    """Slots of the transfer buffer."""
+    """Number of slots of the transfer buffer."""
     kv_slots_used: int = 0
-    """Those that are not free."""
+    """Number of allocated slots of the transfer buffer."""
     offload_queries: int = 0
-    """Counter of tokens looked up in the host tier of the prefix cache, as the device did not have them."""
+    """Counter of tokens looked up in the host tier of the prefix cache after a miss on the device."""
     offload_hits: int = 0
-    """Counter of tokens loaded from it."""
+    """Counter of tokens loaded from the host tier."""
     offload_bytes_stored: int = 0
-    """Counter of bytes stored to it."""
+    """Counter of bytes stored to the host tier."""
     offload_bytes_loaded: int = 0
-    """Counter of bytes loaded from it."""
+    """Counter of bytes loaded from the host tier."""
     offload_evictions: int = 0
-    """Counter of blocks evicted from it."""
+    """Counter of blocks evicted from the host tier."""
     offload_slots: int = 0
-    """Blocks that it has room for."""
+    """Capacity of the host tier, blocks."""
     offload_slots_used: int = 0
-    """Blocks in it."""
+    """Number of blocks in the host tier."""
     offload_disk_hits: int = 0
-    """Counter of tokens read from the disk tier into it."""
+    """Counter of tokens read from the disk tier into the host tier."""
     offload_disk_bytes_read: int = 0
     """Counter of bytes read from the disk tier."""
     offload_disk_bytes_written: int = 0
-    """Counter of bytes written to it."""
+    """Counter of bytes written to the disk tier."""
     offload_disk_evictions: int = 0
-    """Counter of files that this engine has deleted there to make room."""
+    """Counter of files deleted by this engine from the disk tier to make room."""
     offload_disk_read_failures: int = 0
-    """Counter of damaged files, and of reads that took too long."""
+    """Counter of damaged files and of reads that timed out."""
     offload_disk_write_failures: int = 0
-    """Counter of blocks that could not be written."""
+    """Counter of blocks that could not be written to the disk tier."""
     encoder_queries: int = 0
-    """Counter of images and pairs of frames whose features steps needed."""
+    """Counter of images and pairs of video frames whose features a step needed."""
     encoder_hits: int = 0
-    """Counter of those whose features were kept."""
+    """Counter of those found in the encoder cache."""
     encoder_entries: int = 0
-    """Images and pairs of frames whose features are kept."""
+    """Number of images and pairs of video frames in the encoder cache."""
     encoder_tokens: int = 0
-    """Their features."""
+    """Number of feature vectors in the encoder cache."""
     encoder_bytes: int = 0
-    """Of these, on each worker."""
+    """Size of these vectors on each worker, bytes."""
     spans_exported: int = 0
-    """Counter of spans of traces that the collector has taken."""
+    """Counter of trace spans accepted by the collector."""
     spans_dropped: int = 0
-    """Counter of those that it has not."""
+    """Counter of trace spans not accepted by the collector."""
     expert_load: dict[int, list[int]] = {}
-    """Counters of the tokens that chose each expert, by layer; empty without the option ``expert_load``."""
+    """Counter of tokens routed to each expert, by layer; empty without the option ``expert_load``."""
     adapters_running: list[str] = []
-    """LoRA adapters of requests that are running, by name."""
+    """Names of the LoRA adapters of running requests."""
     adapters_waiting: list[str] = []
-    """Of those that wait, where none of the adapter runs."""
+    """Names of the LoRA adapters of waiting requests that no running request uses."""
     replicas: list[Stats] = []
-    """Of several engines: each one's; filled in by the client."""
+    """Statistics of each engine, if these are of several; set by the client."""
     address: str = ""
-    """Where the engine is reached, of one of several over TCP; filled in by the client."""
+    """Address of one of several engines reached over TCP; set by the client."""
     role: str = ""
-    """Its option ``role``; likewise."""
+    """The option ``role`` of that engine; set by the client."""
     state: EngineState = EngineState()
-    """Filled in by the client; of several engines, the first one's."""
+    """State of the engine, or of the first of several; set by the client."""
 
     @classmethod
     def total(cls, replicas: list[Stats]) -> Stats:
-        """The statistics of several replicas together."""
-        sums = {
-            name: sum(getattr(one, name) for one in replicas)
-            for name in cls.__struct_fields__
-            if name not in NOT_SUMMED
-        }
-        sums |= {
-            name: max(getattr(one, name) for one in replicas) for name in ("longest_step", "heartbeat_age", "clock")
-        }
-        lists = {
-            name: [sum(counts) for counts in zip_longest(*(getattr(one, name) for one in replicas), fillvalue=0)]
-            for name in LISTS
-        }
+        """Combined statistics of several replicas."""
+
+        def values(name: str) -> list[Any]:
+            return [getattr(replica, name) for replica in replicas]
+
+        loads = [replica.expert_load for replica in replicas]
         expert_load = {
-            layer: [sum(counts) for counts in zip(*(one.expert_load[layer] for one in having), strict=True)]
-            for layer in sorted({layer for one in replicas for layer in one.expert_load})
-            if (having := [one for one in replicas if layer in one.expert_load])
+            layer: [sum(counts) for counts in zip(*(load[layer] for load in loads if layer in load), strict=True)]
+            for layer in sorted(set[int]().union(*loads))
         }
         return cls(
-            **sums,
-            accepted_at=lists["accepted_at"],
-            steps_by_tokens=lists["steps_by_tokens"],
-            adapters_running=sorted({name for one in replicas for name in one.adapters_running}),
-            adapters_waiting=sorted({name for one in replicas for name in one.adapters_waiting}),
+            **{name: sum(values(name)) for name in cls.__struct_fields__ if name not in NOT_SUMMED},
+            **{name: max(values(name)) for name in MAXIMA},
+            **{name: [sum(counts) for counts in zip_longest(*values(name), fillvalue=0)] for name in LISTS},
+            adapters_running=sorted({name for replica in replicas for name in replica.adapters_running}),
+            adapters_waiting=sorted({name for replica in replicas for name in replica.adapters_waiting}),
             expert_load=expert_load,
             replicas=replicas,
             state=replicas[0].state,
@@ -312,32 +306,32 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
 
 
 class Deltas(msgspec.Struct, tag=True, frozen=True):
-    """The deltas of one step, of this client's requests."""
+    """The deltas of one step for this client's requests."""
 
     deltas: list[TokenDelta]
 
 
 class Adapters(msgspec.Struct, tag=True, frozen=True):
-    """The LoRA adapters; sent to every client whenever they change."""
+    """The LoRA adapters. Sent to every client when they change."""
 
     paths: dict[str, str]
     """Name → folder of each adapter that is loaded or being loaded."""
 
 
 class StepStarted(msgspec.Struct, tag=True, frozen=True):
-    """A long step has begun; sent to clients over TCP, which cannot see the engine's heartbeat."""
+    """A long step has started. Sent to clients over TCP, which cannot read the engine's heartbeat."""
 
     expected: float
-    """Seconds that it may take."""
+    """Expected duration, seconds."""
 
 
 class Stopping(msgspec.Struct, tag=True, frozen=True):
-    """The engine was told to stop: it computes the requests that it has, and accepts no others."""
+    """The engine is stopping: it finishes its requests, and accepts no new ones."""
 
 
 class Stopped(msgspec.Struct, tag=True, frozen=True):
-    """Nothing follows; sent to clients over TCP, which answer with ``Disconnect``. A connection that one end closes
-    while something of the other is on its way is reset, and what had arrived last may be lost with it."""
+    """The engine's last message. Clients over TCP reply with ``Disconnect``: if the engine closed the connection while
+    their data is in flight, TCP would reset it, and messages not yet received could be lost."""
 
 
 class CallResult(msgspec.Struct, tag=True, frozen=True):
@@ -345,29 +339,29 @@ class CallResult(msgspec.Struct, tag=True, frozen=True):
 
     call_id: int
     failure: Failure | None = None
-    """The error; None where the call succeeded."""
+    """The error; None if the call succeeded."""
     snapshot: Snapshot | None = None
-    """The answer to ``Inspect``."""
+    """The result of ``Inspect``."""
 
 
 # --- Messages that cannot be decoded ---------------------------------------------------------------------------------
 
 
 class PartialRequest(msgspec.Struct, frozen=True):
-    """Fields of an ``EngineRequest`` that can be decoded even where others cannot."""
+    """Fields of an ``EngineRequest`` that are decoded even if others are invalid."""
 
     request_id: str
     sampling: dict[str, Any] = {}
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences that the client waits for; 1 where it cannot be decoded."""
+        """Number of sequences that the client waits for; 1 if it is invalid."""
         values = [self.sampling.get(name) for name in ("n", "best_of")]
         return max([1, *(value for value in values if isinstance(value, int) and value <= MAX_SEQUENCES)])
 
 
 class PartialMessage(msgspec.Struct, frozen=True):
-    """Fields of an invalid message by which its sender can be sent an error; None where there is none."""
+    """Fields of an invalid message that identify to which request or call an error belongs; None if absent."""
 
     request: PartialRequest | None = None
     call_id: int | None = None
@@ -377,16 +371,16 @@ class PartialMessage(msgspec.Struct, frozen=True):
 
 
 class Start(msgspec.Struct, frozen=True):
-    """The engine's options, which an engine process reads on its standard input as one JSON document."""
+    """Parameters of an engine process: one JSON document on its standard input."""
 
     options: EngineOptions
     logs: LogOptions
     parent: int
-    """Process id of the parent; the engine is killed when it dies."""
+    """Process id of the parent. The engine is killed when it dies."""
     replica: int = 0
     """Index of the data-parallel replica."""
     weights: str = ""
-    """Folder of the weights to start with; empty for the model's."""
+    """Folder of the weights to load; empty for the model's."""
 
 
 class StartFailed(msgspec.Struct, tag=True, frozen=True):
@@ -410,7 +404,7 @@ ToEngine = (
 )
 FromEngine = Ready | EngineState | Stats | Deltas | Adapters | Cancel | StepStarted | Stopping | Stopped | CallResult
 StartReport = Ready | StartFailed
-"""What an engine process writes on its standard output: one line of JSON."""
+"""The one line of JSON that an engine process writes to its standard output."""
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -1,4 +1,4 @@
-"""An estimate of the prefixes that each replica has in its cache, from the requests that were sent to it."""
+"""Estimates which prefixes each replica has cached, from the requests sent to it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .messages import Ready
 
 
 class PrefixIndex:
-    """Which replicas, by number, have a block in their prefix cache, by the hash of its tokens and of all tokens before
-    it. Holds as many blocks as fit into the replicas' caches together; the least recently used ones are removed."""
+    """Maps block hashes (over the block's tokens and all tokens before it) to the replicas that have the block cached.
+    Holds as many blocks as fit into all replicas' caches together; evicts the least recently used."""
 
     def __init__(self) -> None:
         self._block_size = 1
@@ -22,7 +22,7 @@ class PrefixIndex:
         """Block hash → bit mask of the replicas that have the block."""
 
     def set_capacity(self, engines: Sequence[Ready | None]) -> None:
-        """Set block size and capacity to those of the engines: where block sizes differ, to the largest."""
+        """Set block size and capacity to those of the engines. If block sizes differ, the largest is used."""
         known = [engine for engine in engines if engine]
         if not known:
             return
@@ -33,9 +33,13 @@ class PrefixIndex:
         self._capacity = tokens // largest
 
     def cached_tokens(self, request: EngineRequest, replicas: int) -> list[int]:
-        """Leading tokens of a request's prompt that each of so many replicas has in its cache."""
+        """Number of leading prompt tokens cached by each replica.
+
+        Args:
+            replicas: number of replicas.
+        """
         counts, left = [0] * replicas, -1
-        reusable = request.prompt[:-1]  # the last one is computed always
+        reusable = request.prompt[:-1]  # the last token is always computed
         for number, block in enumerate(self._hashes(request, reusable), 1):
             left &= self._blocks.get(block, 0)
             if not left:
@@ -46,14 +50,14 @@ class PrefixIndex:
         return counts
 
     def insert(self, request: EngineRequest, output: list[int], replica: int) -> None:
-        """Record that a replica has cached the blocks of a request's prompt and of the ``output`` tokens after it."""
+        """Record that a replica has cached the blocks of a request's prompt and ``output`` tokens."""
         for block in self._hashes(request, [*request.prompt, *output]):
             self._blocks[block] = self._blocks.pop(block, 0) | 1 << replica
         while len(self._blocks) > self._capacity:
             self._blocks.popitem(last=False)
 
-    def forget(self, replica: int) -> None:
-        """Remove all blocks of a replica, whose engine is gone."""
+    def remove_replica(self, replica: int) -> None:
+        """Remove all blocks of a replica."""
         for block, replicas in list(self._blocks.items()):
             if left := replicas & ~(1 << replica):
                 self._blocks[block] = left
@@ -68,7 +72,7 @@ class PrefixIndex:
         size = self._block_size * array("i").itemsize
         try:
             data = array("i", tokens).tobytes()
-        except OverflowError:  # token ids that the engine refuses
+        except OverflowError:  # invalid token ids, which the engine rejects
             return
         images = tuple((image.offset, image.content_hash) for image in request.images)
         before = hash((request.adapter, request.cache_salt))

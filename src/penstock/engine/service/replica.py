@@ -1,4 +1,4 @@
-"""One of a pool's engines, and one of its open requests."""
+"""An engine of a pool, and an open request."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .instance import Instance
 
 
 class Replica:
-    """One of the pool's engines.
+    """An engine of a pool.
 
     Args:
-        number: its bit in the ``PrefixIndex``.
-        instance: what the supervisor has found at its address; None for an engine that this server has started.
+        number: bit of the replica in the ``PrefixIndex``.
+        instance: instance found by the supervisor; None for an engine started by this server.
     """
 
     def __init__(self, number: int, client: EngineClient, instance: Instance | None) -> None:
@@ -23,11 +23,11 @@ class Replica:
         self.client = client
         self.instance = instance
         self.num_other_requests = 0
-        """Requests that it had of other processes when it last told its statistics."""
+        """Number of requests of other processes in its last statistics."""
         self.weights_version = ""
-        """Of the weights whose cached prefixes are counted."""
+        """Version of the weights to which its entries in the ``PrefixIndex`` belong."""
         self.leaving = False
-        """Whether it gets no more requests, and is removed once it has none."""
+        """True if it gets no new requests, and is removed once it has none."""
 
     @property
     def address(self) -> str:
@@ -35,23 +35,24 @@ class Replica:
 
     @property
     def engine(self) -> messages.Ready | None:
-        """The report of its engine, if that is connected, and the one that the supervisor has found."""
+        """Report of the engine; None if it is not connected or does not match ``instance``."""
         engine = self.client.engine
-        return engine if engine and (self.instance is None or self.instance.is_of(engine)) else None
+        return engine if engine and (self.instance is None or self.instance.matches(engine)) else None
 
     @property
-    def answers(self) -> bool:
-        """Whether it computes answers, rather than prompts for others."""
+    def generates(self) -> bool:
+        """True if it generates output; False for a prefill instance."""
         return self.instance is None or self.instance.role != "prefill"
 
     @property
     def takes_kv(self) -> bool:
-        """Whether prefill instances may compute prompts for it."""
+        """True if prefill instances may compute prompts for it."""
         engine = self.engine
         return engine is not None and engine.role == "decode"
 
     def require_engine(self, asleep: bool = False) -> messages.Ready:
-        """As ``EngineClient.require_engine``; also raises where the engine sleeps, unless it may be ``asleep``."""
+        """Report of the engine. Raises ``PenstockError`` (``unavailable``) as ``EngineClient.require_engine``, if the
+        instance is leaving or has changed, and, unless ``asleep``, if the engine sleeps."""
         ready = self.client.require_engine()
         if self.leaving or self.engine is None:
             raise PenstockError(Code.UNAVAILABLE, f"the instance at {self.client.name} is leaving or has changed")
@@ -64,7 +65,7 @@ class Replica:
 
     @property
     def kv_address(self) -> str:
-        """Where decode instances get KV from it; empty where they cannot."""
+        """Address from which decode instances pull KV; empty if it is not a connected prefill instance."""
         engine = self.engine
         if engine is None or not engine.kv_address:
             return ""
@@ -75,8 +76,9 @@ class OpenRequest:
     """A request that has not ended.
 
     Args:
-        cost: tokens of its prompt that its replica has to compute.
-        prefills: prefill instances that may compute its prompt, and the tokens that the first of them has to.
+        cost: number of uncached prompt tokens.
+        prefills: prefill instances that may compute the prompt, the preferred one first; empty: the replica does.
+        full: replicas that had no room for it or were stopping.
     """
 
     __slots__ = ("cost", "full", "output", "prefill", "prefill_cost", "replica", "request", "retriable")
@@ -87,15 +89,15 @@ class OpenRequest:
         self.request = request
         self.replica = replica
         self.prefill = prefills[0] if prefills else None
-        """The prefill instance that is to compute its prompt."""
+        """Prefill instance expected to compute the prompt."""
         self.prefill_cost, self.cost = (cost, 0) if prefills else (0, cost)
+        """Number of prompt tokens still to be computed by ``prefill`` and by ``replica``."""
         self.full = full
-        """Replicas that had no room for it, or were stopping."""
         self.retriable = True
-        """Whether it runs again if its replica is lost: until its first token has come, or it was aborted."""
+        """True if it can run on another replica: no token has arrived and it was not aborted."""
         self.output: list[int] = []
-        """Tokens of its first sequence, where there are several replicas."""
+        """Tokens of the first sequence. Recorded only if there are several replicas."""
 
-    def settle(self) -> None:
-        """Its first token has come, or it was aborted."""
+    def mark_started(self) -> None:
+        """Called when the first token has arrived, or the request was aborted."""
         self.retriable, self.cost, self.prefill_cost = False, 0, 0

@@ -1,9 +1,9 @@
 """The engine process: ``python -m penstock.engine.service.server ADDRESS``.
 
-It reads ``messages.Start`` on standard input, loads the model, writes ``messages.StartReport`` on standard output, and
-serves any number of clients over ZeroMQ. The requests of a client that sends nothing for ``CLIENT_TIMEOUT`` are
-cancelled. On SIGTERM the engine finishes its requests within ``drain_timeout`` and exits with status 0; when its parent
-dies, so does it.
+It reads ``messages.Start`` from standard input, loads the model, writes ``messages.StartReport`` to standard output,
+and serves any number of clients over ZeroMQ. The requests of a client that sends nothing for ``CLIENT_TIMEOUT`` are
+cancelled. On SIGTERM the engine finishes its requests within ``drain_timeout`` and exits with status 0. If its parent
+dies, it is killed.
 """
 
 from __future__ import annotations
@@ -54,31 +54,32 @@ logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
 IDLE_POLL_MS = 200
-"""Milliseconds that an idle engine waits for messages."""
+"""Maximum milliseconds that an idle engine waits for messages."""
 PENDING_POLL_MS = 10
-"""Milliseconds to wait for messages while adapters are being loaded, or all running sequences are paused."""
+"""Maximum milliseconds to wait for messages while actions are pending, or the last step computed nothing."""
 GUIDED_PRELOAD_DELAY = 0.5
-"""Seconds without requests after which the engine loads the vocabulary for guided decoding."""
+"""Seconds without requests after which the engine prepares guided decoding."""
 MAX_MESSAGES_PER_STEP = 256
-"""Messages handled between two steps, so that a flood of requests does not delay running ones."""
+"""Maximum number of messages handled between two steps, so that a flood of requests does not delay running ones."""
 CHANGE_TIMEOUT = 600.0
-"""Seconds that a change between two steps may take: other weights are used, the KV cache is allocated again."""
+"""Maximum seconds for a change between two steps, such as new weights or a new allocation of the KV cache."""
 LONG_STEP = 0.5
-"""Seconds of a step of which clients over TCP are told."""
+"""Expected seconds of a step from which on it is announced to clients over TCP (``StepStarted``)."""
 DISCONNECT_TIMEOUT = 2.0
-"""Seconds that clients over TCP have, when the engine ends, to say that they have received everything."""
+"""Maximum seconds to wait for ``Disconnect`` of clients over TCP when the engine ends."""
 MAX_PROMPT_LOGPROBS = 64
-"""Prompt positions whose logprobs are sent in one message."""
+"""Maximum number of prompt positions whose logprobs are sent in one message."""
 CLIENT_SILENT = Failure(Code.UNAVAILABLE, "the API process that sent the request has stopped answering")
 
 
 class EngineServer:
-    """Runs an engine and serves its clients: those on this host, and, with the option ``engine_address``, others.
+    """Runs an engine, and serves clients on this host and, with the option ``engine_address``, on others.
 
     Args:
         address: ZeroMQ address to bind, ``ipc://…``.
-        report: where ``messages.StartReport`` is written.
-        weights: folder of the weights to start with; empty for the model's.
+        report: file to which ``messages.StartReport`` is written.
+        replica: index of the data-parallel replica.
+        weights: folder of the weights to load; empty for the model's.
     """
 
     def __init__(
@@ -93,17 +94,17 @@ class EngineServer:
         self._socket = _router_socket()
         self._socket.bind(address)
         self._remote: zmq.Socket[bytes] | None = None
-        """The socket for clients over TCP."""
+        """Socket for clients over TCP."""
         self._engine_address = ""
-        """Where these reach it, as host:port."""
+        """Address for clients over TCP, host:port."""
         self._remote_clients: set[bytes] = set()
         self._signals, signal_sender = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(signal_sender)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._stopping_told = False
-        """Whether clients know that the engine is stopping."""
-        self._poller.register(self._signals, zmq.POLLIN)  # so that SIGTERM ends a wait for messages
+        self._stopping_sent = False
+        """True if ``Stopping`` was sent to the clients."""
+        self._poller.register(self._signals, zmq.POLLIN)  # SIGTERM ends a wait for messages
         self._options = options
         self._replica = replica
         self._weights = weights
@@ -112,9 +113,9 @@ class EngineServer:
         self._heartbeat = Heartbeat(address)
         self._step_times = StepTimes(FIRST_STEP_TIMEOUT_FACTOR * options.engine_iteration_timeout)
         self._step_in_progress: tuple[int, float] | None = None
-        """Number of tokens and start time of the step that is being computed."""
+        """Number of tokens and start time of the current step."""
         self._last_step_computed = True
-        """Whether the last step computed any tokens."""
+        """True if the last step computed any tokens."""
         self._last_heard: dict[bytes, float] = {}
         """Client → time of its last message."""
         self._last_expiry_check = time.monotonic()
@@ -125,9 +126,10 @@ class EngineServer:
         self._tracer: Tracer | None = None
 
     def run(self) -> None:
-        """Load the model and serve until SIGTERM. Exits with status 2 where it cannot load, 1 when the engine fails."""
+        """Load the model and serve until SIGTERM. Exits with status 2 if the model cannot be loaded, 1 if the engine
+        fails."""
         signal.signal(signal.SIGTERM, self._on_sigterm)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent handles it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent handles it
         gc.disable()  # collections take a tenth of the time of importing torch
         try:
             self._start_engine()
@@ -135,16 +137,16 @@ class EngineServer:
             self._send_report(messages.StartFailed(error.failure))
             raise SystemExit(2) from error
         self._heartbeat.beat()
-        self._heartbeat.note_running()
+        self._heartbeat.report_running()
         self._send_report(self._ready)
         self._last_work = time.monotonic()
         while not self._should_exit():
             self._heartbeat.beat()
-            if self._stopping and not self._stopping_told:
+            if self._stopping and not self._stopping_sent:
                 if self._engine.kv_connector:
                     self._engine.kv_connector.exports.stopping = True
                 self._broadcast(messages.Stopping())
-                self._stopping_told = True
+                self._stopping_sent = True
             if self._receive(self._poll_ms()):
                 self._expire_clients()
             self._work()
@@ -152,18 +154,18 @@ class EngineServer:
                 self._shut_down()
                 raise SystemExit(1)
             if self._actions.pending:
-                self._tell_state()
+                self._broadcast_state()
                 self._answer_actions()
         self._shut_down()
 
     def _start_engine(self) -> None:
-        """Load the model. Raises ``PenstockError`` where that is impossible."""
+        """Load the model. Raises ``PenstockError`` if it cannot be loaded."""
         if self._options.role == "router":
             raise invalid("role", "a router has no engine: start it with penstock serve --role router")
         if self._options.engine_address:
             self._listen(self._options.engine_address)
         if self._options.role != "mixed" and not self._options.enable_prefix_caching:
-            logger.info("prefix caching is on, through which %s instances exchange KV", self._options.role)
+            logger.info("enabled prefix caching, which %s instances need to exchange KV", self._options.role)
             self._options = msgspec.structs.replace(self._options, enable_prefix_caching=True)
         import_torch()
         from ..engine import Engine
@@ -181,11 +183,11 @@ class EngineServer:
         if self._tracer:
             engine.set_tracer(self._tracer)
         self._actions = ActionQueue(engine, StepRecorder(engine).snapshot)
-        self._told = self._actions.state
+        self._sent_state = self._actions.state
         if connector := engine.kv_connector:
-            self._poller.register(connector.wakeup, zmq.POLLIN)  # a transfer ends a wait for messages, too
+            self._poller.register(connector.wakeup, zmq.POLLIN)  # transfers end a wait for messages
         gc.collect()
-        gc.freeze()  # long-lived objects need not be traversed by every collection
+        gc.freeze()  # exclude long-lived objects from later collections
         gc.enable()
         self._ready = messages.Ready(
             pid=os.getpid(),
@@ -199,7 +201,7 @@ class EngineServer:
             iteration_timeout=self._options.engine_iteration_timeout,
             prefix_caching=self._options.enable_prefix_caching,
             role=self._options.role,
-            state=self._told,
+            state=self._sent_state,
             kv_address=connector.address if connector else "",
             tokenizer_version=tokenizer_version(self._options.model),
             engine_address=self._engine_address,
@@ -208,7 +210,7 @@ class EngineServer:
         )
 
     def _work(self) -> None:
-        """Compute a step, if there is anything to compute; else do what waits for that."""
+        """Compute a step if there is work. Otherwise process pending adapters or prepare guided decoding."""
         engine = self._engine
         if engine.busy or engine.has_pending:
             if engine.has_pending:
@@ -216,7 +218,7 @@ class EngineServer:
             deltas = engine.step()
             self._after_step()
             if self._actions.pending:
-                self._tell_state()  # before what was computed with new weights
+                self._broadcast_state()  # before any output of new weights
             self._send(deltas)
             self._last_work = time.monotonic()
         elif engine.failure:  # a worker failed while the engine was idle
@@ -233,7 +235,7 @@ class EngineServer:
         return PENDING_POLL_MS if self._actions.pending else IDLE_POLL_MS
 
     def _listen(self, engine_address: str) -> None:
-        """Bind the socket for clients over TCP. Raises ``PenstockError`` where the address cannot be bound."""
+        """Bind the socket for clients over TCP. Raises ``PenstockError`` if the address cannot be bound."""
         secret = read_secret(self._options.cluster_secret_file, make=True)
         host, port = split_address(engine_address, "engine_address")
         self._remote = remote = _router_socket()
@@ -245,8 +247,8 @@ class EngineServer:
             remote.bind(f"tcp://{join_address(ip, port or '*')}")
         except (OSError, zmq.ZMQError) as error:
             reason = os.strerror(error.errno or 0) if isinstance(error, zmq.ZMQError) else error.strerror
-            words = f"cannot listen on {engine_address}: {(reason or str(error)).lower()}; try another"
-            raise invalid("engine_address", words) from error
+            message = f"cannot listen on {engine_address}: {(reason or str(error)).lower()}; try another"
+            raise invalid("engine_address", message) from error
         bound = remote.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
         self._engine_address = join_address(host, bound)
         self._poller.register(remote, zmq.POLLIN)
@@ -276,11 +278,11 @@ class EngineServer:
             return True
         connector = self._engine.kv_connector
         busy = self._engine.busy or (connector is not None and connector.has_unread)
-        waits = busy and not self._engine.sleeper.is_paused  # while it is paused, no request would end
+        waits = busy and not self._engine.sleeper.is_paused  # requests of a paused engine would not end
         return self._stopping and (not waits or time.monotonic() > self._deadline)
 
     def _shut_down(self) -> None:
-        """Refuse requests that still arrive, and fail those that did not finish within ``drain_timeout``."""
+        """Refuse new requests, and fail those that have not finished within ``drain_timeout``."""
         self._stopping = True
         while not self._receive(0):
             pass
@@ -302,8 +304,9 @@ class EngineServer:
         """Handle the messages that have arrived, at most ``MAX_MESSAGES_PER_STEP``.
 
         Args:
-            timeout_ms: how long to wait for the first message.
-        Returns whether all were handled; otherwise a silent client's message may still be in the queue.
+            timeout_ms: maximum milliseconds to wait for the first message.
+
+        Returns True if all were handled. Otherwise the queue may still have messages of clients that seem silent.
         """
         ready = dict(self._poller.poll(timeout_ms))
         if self._signals in ready:
@@ -311,7 +314,7 @@ class EngineServer:
         return all([self._receive_from(each) for each in (self._socket, self._remote) if each and each in ready])
 
     def _receive_from(self, socket: zmq.Socket[bytes]) -> bool:
-        """Handle the messages that have arrived at one socket; returns whether all were handled."""
+        """Handle messages of one socket, at most ``MAX_MESSAGES_PER_STEP``. Returns True if all were handled."""
         for _ in range(MAX_MESSAGES_PER_STEP):
             try:
                 client, *parts = socket.recv_multipart(zmq.NOBLOCK)
@@ -321,7 +324,7 @@ class EngineServer:
             try:
                 message = messages.decode_to_engine(data)
                 if isinstance(message, messages.ProcessAlive):
-                    if message.client in self._last_heard:  # otherwise the client has not connected to this engine yet
+                    if message.client in self._last_heard:  # ignore a client that has not connected yet
                         self._last_heard[message.client] = time.monotonic()
                     continue
                 self._last_heard[client] = time.monotonic()
@@ -333,7 +336,7 @@ class EngineServer:
         return False
 
     def _send_error(self, client: bytes, data: bytes, error: Exception) -> None:
-        """Answer a message that could not be decoded or handled with its error, if its request id or call id can be
+        """Reply with an error to a message that could not be decoded or handled, if its request id or call id can be
         decoded."""
         if isinstance(error, PenstockError):
             failure = error.failure
@@ -344,12 +347,12 @@ class EngineServer:
             logger.error("a message of client %s could not be handled", client.hex(), exc_info=error)
         try:
             partial = messages.decode_partial(data)
-        except Exception:  # nothing can be decoded, so there is nothing to answer
+        except Exception:  # without an id there is nothing to reply to
             logger.warning("client %s sent a message that cannot be decoded: %s", client.hex(), error)
             return
         if partial.request:
             request_id = _internal_id(client, partial.request.request_id)
-            self._engine.abort(request_id)  # it may have been added in part
+            self._engine.abort(request_id)  # it may have been added partly
             self._send(_error_deltas(request_id, partial.request.num_sequences, failure))
         elif partial.call_id is not None:
             self._send_to(client, messages.CallResult(partial.call_id, failure))
@@ -357,7 +360,7 @@ class EngineServer:
     def _handle(self, client: bytes, message: messages.ToEngine) -> None:
         match message:
             case messages.Connect() if self._stopping:
-                pass  # another engine may be there soon
+                pass  # the client retries, and reaches the next engine
             case messages.Disconnect():
                 self._remote_clients.discard(client)
                 self._last_heard.pop(client, None)
@@ -393,14 +396,14 @@ class EngineServer:
             case messages.KeepAlive():
                 self._send_to(client, self._stats(client))
 
-    def _tell_state(self) -> None:
-        """Tell all clients what actions have changed."""
-        if (state := self._actions.state) != self._told:
-            self._told = state
+    def _broadcast_state(self) -> None:
+        """Send all clients the engine's state if it has changed."""
+        if (state := self._actions.state) != self._sent_state:
+            self._sent_state = state
             self._broadcast(state)
 
     def _answer_actions(self) -> None:
-        """Send the results of actions that have ended, after all clients were sent the adapters that they changed."""
+        """Send the results of ended actions. All clients get changed adapters before."""
         ended = self._actions.take_done()
         if any(isinstance(action, LoadAdapter | UnloadAdapter) for _, _, action, _ in ended):
             self._broadcast(messages.Adapters(self._engine.adapters.paths))
@@ -418,7 +421,7 @@ class EngineServer:
             self._send_to(client, message)
 
     def _send_to(self, client: bytes, message: messages.FromEngine) -> None:
-        """Send a message; does nothing where the client is gone."""
+        """Send a message. Does nothing if the client has disconnected."""
         socket = self._remote if self._remote and client in self._remote_clients else self._socket
         socket.send_multipart((client, messages.encode(message)))
 
@@ -430,7 +433,7 @@ class EngineServer:
         self._send_to(client, messages.CallResult(call_id, failure))
 
     def _send(self, deltas: list[TokenDelta]) -> None:
-        """Send each client its deltas, in one message; long prompt logprobs in several before it."""
+        """Send each client its deltas in one message, preceded by separate messages for long prompt logprobs."""
         by_client: dict[bytes, list[TokenDelta]] = defaultdict(list)
         for internal in deltas:
             client, request_id = _split_internal_id(internal.request_id)
@@ -447,11 +450,12 @@ class EngineServer:
         """Cancel the requests of clients that have sent nothing for ``CLIENT_TIMEOUT``."""
         now = time.monotonic()
         was_blocked, self._last_expiry_check = now - self._last_expiry_check > messages.CLIENT_TIMEOUT, now
-        if was_blocked:  # this process did not receive in time, so no client is known to have been silent
+        if was_blocked:  # this process has not received in time: restart the clients' leases
             self._last_heard = dict.fromkeys(self._last_heard, now)
         expired = [client for client, last in self._last_heard.items() if now - last > messages.CLIENT_TIMEOUT]
         for client in expired:
-            logger.warning("client %s has fallen silent: its requests are cancelled", client.hex())
+            message = "client %s has sent nothing for %g seconds: its requests are cancelled"
+            logger.warning(message, client.hex(), messages.CLIENT_TIMEOUT)
             del self._last_heard[client]
             self._remote_clients.discard(client)
             for request_id in self._engine.scheduler.request_ids():
@@ -514,7 +518,7 @@ class EngineServer:
 
 
 def _router_socket() -> zmq.Socket[bytes]:
-    """A socket for clients, of whose messages none is dropped."""
+    """A socket for clients that never drops messages."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     for option, value in ((zmq.LINGER, 1000), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0)):
         socket.setsockopt(option, value)
@@ -522,14 +526,14 @@ def _router_socket() -> zmq.Socket[bytes]:
 
 
 def _is_bound(options: EngineOptions) -> bool:
-    """Whether ``cpu_binding`` names the cores of a single rank, which is this process."""
+    """True if ``cpu_binding`` lists cores and this process is the only rank."""
     ranks = options.tensor_parallel_size * options.pipeline_parallel_size
     return ranks == 1 and options.cpu_binding not in ("auto", "none")
 
 
 def _share_cores(options: EngineOptions, replica: int) -> EngineOptions:
-    """Bind this process to its replica's cores; returns the options within them. Raises ``PenstockError`` as
-    ``bind_replica``."""
+    """Bind this process to its replica's cores. Returns the options with matching ``cpu_binding`` and ``threads``.
+    Raises ``PenstockError`` as ``bind_replica``."""
     from penstock.ops.cores import bind_replica, usable_cores  # imports PyTorch
 
     replicas, ranks = options.data_parallel_size, options.tensor_parallel_size * options.pipeline_parallel_size
@@ -541,7 +545,7 @@ def _share_cores(options: EngineOptions, replica: int) -> EngineOptions:
 
 
 def _choose_gpus(options: EngineOptions, replica: int) -> EngineOptions:
-    """The options with the first GPU of a replica, whose ranks have one each, behind those of the replicas before."""
+    """The options with the first GPU of a replica. Each rank has one GPU; GPUs are assigned in replica order."""
     import torch
 
     kind, _, first = options.device.partition(":")
@@ -558,18 +562,18 @@ def _resident_bytes() -> int:
 
 
 def _internal_id(client: bytes, request_id: str) -> str:
-    """The engine's id of a client's request; different clients may use the same ``request_id``."""
+    """The engine's id of a client's request. Different clients may use the same ``request_id``."""
     return f"{client.hex()}:{request_id}"
 
 
 def _split_internal_id(internal_id: str) -> tuple[bytes, str]:
-    """The client and its request id."""
+    """Client and request id of an engine's id."""
     client, _, request_id = internal_id.partition(":")
     return bytes.fromhex(client), request_id
 
 
 def _split_prompt_logprobs(delta: TokenDelta) -> list[TokenDelta]:
-    """Split a delta into parts of at most ``MAX_PROMPT_LOGPROBS`` prompt logprobs; the last part has all other
+    """Split a delta into parts with at most ``MAX_PROMPT_LOGPROBS`` prompt logprobs. The last part has all other
     fields."""
     logprobs = delta.prompt_logprobs or []
     last = max(len(logprobs) - MAX_PROMPT_LOGPROBS, 0)
@@ -595,7 +599,7 @@ def _error_deltas(request_id: str, num_sequences: int, failure: Failure) -> list
 
 
 def kill_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, or at once where it has died already."""
+    """Make the kernel kill this process when its parent dies, or at once if it has died already."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -603,7 +607,7 @@ def kill_with_parent(parent: int) -> None:
 
 def main() -> None:
     report = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print must not reach the pipe to the parent
+    os.dup2(2, 1)  # keep libraries' output out of the pipe to the parent
     start = msgspec.json.decode(sys.stdin.buffer.read(), type=messages.Start)
     kill_with_parent(start.parent)
     logs.set_up(start.logs, "engine")
@@ -614,17 +618,17 @@ def main() -> None:
         assert isinstance(error.code, int)
         status = error.code
     except (OSError, MemoryError, ImportError, RuntimeError) as error:
-        if (failure := start_failure(error)) is None or report.closed:  # it has started
+        if (failure := start_failure(error)) is None or report.closed:  # closed: the engine had started
             raise
         report.write(msgspec.json.encode(messages.StartFailed(failure)) + b"\n")
         report.close()
         status = 2
-    atexit._run_exitfuncs()  # workers end, and weights that are being written to the cache come to their end
-    zmq.Context.instance().destroy()  # after all messages have been sent
-    with contextlib.suppress(OSError):  # where nobody reads the log any more
+    atexit._run_exitfuncs()  # end the workers, and finish writing to the weight cache
+    zmq.Context.instance().destroy()  # waits until all messages are sent
+    with contextlib.suppress(OSError):  # the log's reader may have exited
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(status)  # freeing what PyTorch and the model have, one by one, takes 0.2 seconds and more
+    os._exit(status)  # a regular exit frees PyTorch's and the model's objects, which takes 0.2 seconds or more
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What an engine is doing, for people who look at it: a message of the engine process."""
+"""Snapshot of an engine's state for live monitoring: a message of the engine process."""
 
 from __future__ import annotations
 
@@ -9,36 +9,37 @@ class SequenceState(msgspec.Struct, frozen=True):
     """A sequence that has not ended."""
 
     id: str
-    """End of its request's id, and behind a slash its index in the request if that is not 0."""
+    """Last characters of the request id, followed by ``/`` and the index in the request if that is not 0."""
     state: str
     """``running``, ``waiting``, or ``preempted``."""
     prompt_tokens: int
     cached_tokens: int
-    """Prompt tokens that were found in the prefix cache."""
+    """Number of prompt tokens found in the prefix cache."""
     computed_tokens: int
-    """Tokens whose keys and values are computed."""
+    """Number of tokens with computed keys and values."""
     output_tokens: int
     seconds: float
-    """Since its request arrived."""
+    """Seconds since the request arrived."""
     blocks: list[int]
-    """Its KV blocks, in the order of the tokens."""
+    """KV blocks, in token order."""
 
 
 class StepPart(msgspec.Struct, frozen=True, array_like=True):
-    """What a step computed of one sequence."""
+    """A sequence in a step."""
 
     id: str
     tokens: int
-    """Drafts included."""
+    """Number of computed tokens, including drafts."""
     is_prefill: bool
 
 
 class Step(msgspec.Struct, frozen=True):
-    """A step that was computed."""
+    """A computed step."""
 
     ago: float
-    """Seconds from its begin until the snapshot."""
+    """Seconds from its start until the snapshot."""
     seconds: float
+    """Duration, seconds."""
     parts: list[StepPart]
 
 
@@ -46,13 +47,14 @@ class Snapshot(msgspec.Struct, frozen=True):
     """The state of an engine."""
 
     block_size: int
-    """Tokens in a KV block."""
+    """Number of tokens per KV block."""
     cells: str
-    """A digit for each ``blocks_per_cell`` KV blocks (the last may have fewer): 0 free, 1 free with a cached prefix,
-    2 of one sequence, 3 shared by several; the largest of a cell. Empty where there are very many blocks."""
+    """Map of the KV blocks: one digit per ``blocks_per_cell`` blocks (the last cell may have fewer). 0: free, 1: free
+    with a cached prefix, 2: used by one sequence, 3: shared; the maximum within the cell. Empty for very many
+    blocks."""
     blocks_per_cell: int
     sequences: list[SequenceState]
     hidden: int
-    """Sequences that are not among them."""
+    """Number of sequences not in ``sequences``."""
     steps: list[Step]
-    """The last ones, oldest first, as far as somebody was watching."""
+    """Recorded steps, oldest first."""

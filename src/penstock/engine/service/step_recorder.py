@@ -1,4 +1,4 @@
-"""Records steps, and takes snapshots of the engine, while somebody looks at it."""
+"""Takes snapshots of the engine, and records its steps while snapshots are taken."""
 
 from __future__ import annotations
 
@@ -13,26 +13,23 @@ from ..sequence.sequence import Sequence, State
 from .snapshot import SequenceState, Snapshot, Step, StepPart
 
 MAX_STEPS = 240
-"""Steps that are kept."""
+"""Maximum number of recorded steps."""
 WATCH_TIME = 10.0
-"""Seconds after a snapshot in which steps are recorded."""
+"""Seconds after a snapshot during which steps are recorded."""
 MAX_SEQUENCES = 512
-"""Sequences of a snapshot: the running ones first."""
+"""Maximum number of sequences in a snapshot. Running sequences come first."""
 MAX_BLOCKS = 16_384
-"""KV blocks in the lists of all sequences of a snapshot together."""
+"""Maximum number of KV blocks listed in a snapshot, all sequences together."""
 MAX_CELLS = 4096
-"""Cells of the map of KV blocks."""
+"""Maximum number of cells in the map of KV blocks."""
 MAX_MAPPED = 2**18
-"""KV blocks of which a map is made, in about 100 ns each."""
+"""Number of KV blocks above which no map is made (it takes about 100 ns per block)."""
 ID_LENGTH = 8
-"""Last characters of request ids that are shown: enough to find a request in the log, not to cancel it."""
+"""Number of last characters of request ids in a snapshot: enough to find a request in the log, not to cancel it."""
 
 
 class StepRecorder:
-    """Takes snapshots, and records steps while somebody takes them.
-
-    A step costs nothing while nobody does.
-    """
+    """Takes snapshots, and records steps for ``WATCH_TIME`` after each. Otherwise it does not slow steps down."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -40,7 +37,7 @@ class StepRecorder:
         self._watched = float("-inf")
 
     def snapshot(self) -> Snapshot:
-        """The engine's state now."""
+        """Current state of the engine, and the recorded steps."""
         self._watched, self._engine.after_step = time.monotonic(), self._after_step
         now, scheduler = time.perf_counter(), self._engine.scheduler
         known = list(chain(scheduler.running, scheduler.waiting))
@@ -71,18 +68,18 @@ class StepRecorder:
 
 def _states(sequences: Iterable[Sequence]) -> Iterable[SequenceState]:
     now, room = time.monotonic(), MAX_BLOCKS
-    for one in sequences:
-        state = "running" if one.state is State.RUNNING else "preempted" if one.has_started else "waiting"
-        blocks = one.blocks[:room]
+    for sequence in sequences:
+        state = "running" if sequence.state is State.RUNNING else "preempted" if sequence.has_started else "waiting"
+        blocks = sequence.blocks[:room]
         room -= len(blocks)
         yield SequenceState(
-            id=_id(one),
+            id=_id(sequence),
             state=state,
-            prompt_tokens=one.prompt_length,
-            cached_tokens=one.num_cached_tokens or 0,
-            computed_tokens=one.num_computed,
-            output_tokens=one.num_output_tokens,
-            seconds=now - one.arrived,
+            prompt_tokens=sequence.prompt_length,
+            cached_tokens=sequence.num_cached_tokens or 0,
+            computed_tokens=sequence.num_computed,
+            output_tokens=sequence.num_output_tokens,
+            seconds=now - sequence.arrived,
             blocks=blocks,
         )
 

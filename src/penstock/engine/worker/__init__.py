@@ -1,1 +1,1 @@
-"""The worker, which computes steps: its rows, the input batch, the forward pass, sampling, and drafters."""
+"""The worker, which computes steps: rows, input batch, forward pass, sampling and drafters."""

@@ -1,4 +1,4 @@
-"""LoRA adapters in a worker: read from their folders, and put into slots."""
+"""LoRA adapters of a worker: reads them from folders, and puts them into slots."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .model_runner import ModelRunner
 
 
 class AdapterSlots:
-    """The adapters of a model.
+    """The adapter slots of a model.
 
     Args:
-        max_rank: of adapters.
+        max_rank: maximum rank of an adapter.
     """
 
     def __init__(self, runner: ModelRunner, max_rank: int) -> None:
@@ -23,11 +23,11 @@ class AdapterSlots:
         self._adapters: dict[int, LoRAAdapter] = {}
 
     def read(self, path: str) -> LoRAAdapter:
-        """Read an adapter's folder; may be called in another thread. Raises ``PenstockError`` where it does not fit, or
-        the engine sleeps without its weights."""
+        """Read an adapter from a folder. May be called in another thread. Raises ``PenstockError`` if it does not fit
+        the model, or the engine sleeps without weights."""
         if not self._runner.has_model:
-            words = "the engine sleeps without its weights; wake it up before adapters are loaded"
-            raise PenstockError(Code.UNAVAILABLE, words, "lora_path")
+            message = "the engine sleeps without weights; wake it up before loading adapters"
+            raise PenstockError(Code.UNAVAILABLE, message, "lora_path")
         model = self._runner.model
         experts = model.config.experts
         return load_lora(
@@ -40,15 +40,15 @@ class AdapterSlots:
         )
 
     def fill(self, slot: int, adapter: LoRAAdapter) -> str:
-        """Put an adapter into a slot; returns its version."""
-        self.empty(slot)  # where a load has failed on another rank, its adapter is there still
+        """Put an adapter into a slot. Returns its version."""
+        self.empty(slot)  # after a load that failed on another rank, the slot still has its adapter
         self._adapters[slot] = adapter
         adapter.activate(slot)
         self._runner.has_expert_lora |= adapter.has_experts
         return adapter.version
 
     def empty(self, slot: int) -> None:
-        """Empty a slot, which may be empty already."""
+        """Remove the adapter from a slot, if any."""
         if adapter := self._adapters.pop(slot, None):
             adapter.deactivate(slot)
             self._runner.has_expert_lora = any(each.has_experts for each in self._adapters.values())

@@ -1,4 +1,4 @@
-"""Files that are read in a thread while steps are computed, and used between two steps."""
+"""Reads files in a thread while steps are computed. Their contents are used between two steps."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ class _Read(NamedTuple):
 
 
 class BackgroundReads:
-    """One thread that reads, one file after the other."""
+    """A thread that executes reads one after another."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "read-weights")
         self.unfinished: list[_Read] = []
-        """What is being read; once any of it is, ``poll`` has to be called."""
+        """Reads whose results ``poll`` has not used yet."""
 
     def submit(self, read: Callable[[], T], use: Callable[[T], Any]) -> Future[Any]:
-        """Read in the thread.
+        """Queue a read.
 
         Args:
-            use: called by ``poll`` with what was read.
+            read: called in the thread.
+            use: called by ``poll`` with the result of ``read``.
 
-        Returns the future of what ``use`` returns, or of the error of either.
+        Returns a future with the result of ``use``, or the error of either function.
         """
         answer: Future[Any] = Future()
         self.unfinished.append(_Read(self._thread.submit(read), use, answer))
@@ -37,11 +38,11 @@ class BackgroundReads:
 
     @property
     def pending(self) -> list[Future[Any]]:
-        """Futures of what is being read."""
+        """Futures of the unfinished reads. Call ``poll`` when one is done."""
         return [read.contents for read in self.unfinished]
 
     def poll(self) -> None:
-        """Use what has been read since the last call."""
+        """Use the results of reads that have ended since the last call."""
         for read in [read for read in self.unfinished if read.contents.done()]:
             self.unfinished.remove(read)
             try:

@@ -1,4 +1,4 @@
-"""Which tokens a transcript may have next, as Whisper's implementations have it (``DecodingRules``)."""
+"""Allowed next tokens of a transcript, as in Whisper's implementations (``DecodingRules``)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from penstock.core.audio import DecodingRules
 from .row import Position
 
 EXCLUDED = float("-inf")
-"""The logit of a token that must not be sampled."""
+"""Logit of an excluded token."""
 
 
 def apply_rules(logits: Tensor, position: Position, rules: DecodingRules) -> None:
-    """Exclude the tokens that may not come next.
+    """Exclude tokens that the rules do not allow next.
 
     Args:
-        logits: ``[vocabulary]`` float32 at the position, overwritten.
+        logits: logits at the position, ``[vocabulary]`` float32, overwritten.
     """
     number = position.num_output_tokens
     if number < len(rules.forced):
@@ -36,15 +36,15 @@ def apply_rules(logits: Tensor, position: Position, rules: DecodingRules) -> Non
 
 
 def _apply_timestamp_rules(logits: Tensor, tokens: list[int], rules: DecodingRules) -> None:
-    """Times come in pairs, at the end of a segment and at the beginning of the next one, and do not decrease; the
-    transcript begins with one, and one is chosen where all of them together are likelier than any other token."""
+    """Timestamps come in pairs, at the end of a segment and the start of the next, and do not decrease. The transcript
+    starts with a timestamp. A timestamp is forced if all together are likelier than every other token."""
     begin = rules.timestamp_begin
-    logits[begin - 1] = EXCLUDED  # the token that says that there are no times
+    logits[begin - 1] = EXCLUDED  # <|notimestamps|>
     if not tokens:
         logits[:begin] = EXCLUDED
         logits[begin + rules.max_initial_timestamp + 1 :] = EXCLUDED
     elif tokens[-1] >= begin:
-        if len(tokens) < 2 or tokens[-2] >= begin:  # of a pair, or the first
+        if len(tokens) < 2 or tokens[-2] >= begin:  # the last token completed a pair, or was the first
             logits[begin:] = EXCLUDED
         else:
             logits[: rules.eos] = EXCLUDED

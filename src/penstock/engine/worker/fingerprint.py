@@ -1,4 +1,4 @@
-"""The fingerprint of an engine: everything besides the model's weights that its results depend on to the bit."""
+"""The fingerprint of an engine: identifies all that affects the bits of its results, except the weights."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from penstock.ops import KVSpec, Ops
 
 
 def fingerprint(ops: Ops, model: Model, quantization: str, kv_spec: KVSpec) -> str:
-    """A string that is equal for engines whose results are equal to the bit, given equal weights.
+    """A string that is equal for engines with bit-identical results, given equal weights.
 
-    With kernels that are ``BATCH_INVARIANT``, results do not depend on threads, ranks, batches, chunks, block size,
-    prefix cache, preemption and speculation, which are not part of it.
+    With ``BATCH_INVARIANT`` kernels, results do not depend on threads, ranks, batches, chunks, block size, prefix
+    cache, preemption and speculation, so these are not included.
 
     Args:
         ops: the kernels.
-        quantization: of the weights, a name of ``SCHEMES``.
-        kv_spec: of one layer's KV cache; the dtype is the same for all.
+        quantization: format of the weights, a key of ``SCHEMES``.
+        kv_spec: KV cache of any layer (all have the same dtype).
     """
-    capability = torch.backends.cpu.get_cpu_capability().lower()  # PyTorch computes rope tables and samples
+    capability = torch.backends.cpu.get_cpu_capability().lower()  # PyTorch computes RoPE tables and samples
     parts = [ops.fingerprint(), f"torch{torch.__version__}", capability, str(model.dtype).removeprefix("torch.")]
     if model.config.model_impl == "transformers":
         parts.append(f"transformers{metadata.version('transformers')}")

@@ -1,4 +1,4 @@
-"""Copies between host and device that the host does not wait for."""
+"""Asynchronous copies between host and device."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A tensor's values for the host: copied to pinned memory once the device has computed them.
-
-    On a CPU it is the tensor itself.
+    """An asynchronous copy of a tensor to pinned host memory. On a CPU, the tensor itself.
 
     Args:
-        tensor: not overwritten before ``get`` returns, unless by the same stream.
+        tensor: must not be overwritten before ``get`` returns, except by the same CUDA stream.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -29,16 +27,16 @@ class HostCopy:
         self._event.record(torch.cuda.current_stream(tensor.device))
 
     def get(self) -> Tensor:
-        """The values, on the CPU; waits until they are there."""
+        """Wait for the copy and return it, on the CPU."""
         if self._event:
             self._event.synchronize()
         return self._host
 
 
 def to_device(values: np.ndarray | Sequence[int] | Sequence[float], device: torch.device) -> Tensor:
-    """Values of the host as a tensor on ``device``: int64 or float32 where they are a sequence of Python's numbers."""
+    """Copy values to a tensor on ``device``, asynchronously. Python numbers become int64 or float32."""
     if isinstance(values, np.ndarray):
-        tensor = torch.from_numpy(np.require(values, requirements="W"))  # arrays of messages are read-only
+        tensor = torch.from_numpy(np.require(values, requirements="W"))  # decoded messages have read-only arrays
     else:
         tensor = torch.tensor(values)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

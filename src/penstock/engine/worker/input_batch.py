@@ -1,4 +1,4 @@
-"""The worker's rows: tokens and block tables of running sequences, of which the flat batch of a step is made."""
+"""The worker's rows: tokens and block tables of running sequences, from which the flat batch of a step is built."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ class InputBatch:
     """The rows of a worker.
 
     Args:
-        rows: number of rows, at least the maximum number of running sequences, with those of ``copy_row``.
-        max_len: maximum number of tokens of a sequence.
-        block_size: tokens of a KV block.
+        rows: maximum number of running sequences, plus rows for ``copy_row``.
+        max_len: maximum number of tokens per sequence.
+        block_size: number of tokens per KV block.
     """
 
     def __init__(self, rows: int, max_len: int, block_size: int) -> None:
         self._block_size = block_size
         self.tokens = np.zeros((rows, max_len + 1), np.int32)
-        """``[rows, max_len + 1]``: a sampled token after the last one is written, and never computed."""
+        """Token ids, ``[rows, max_len + 1]``. The token sampled after the last one is written, but never computed."""
         self.tables = np.zeros((rows, -(-max_len // block_size)), np.int32)
-        """``[rows, blocks]``: block tables."""
+        """Block tables, ``[rows, blocks]``."""
         self.rows: list[Row | None] = [None] * rows
-        """By row number; None before a row's first sequence."""
+        """Row by number; None before its first sequence."""
         self.lora_slots = np.full(rows, -1, np.int32)
-        """``[rows]``: slot of each row's adapter, -1 for none."""
+        """Slot of each row's adapter, ``[rows]``; -1 for none."""
         self._any_lora = False
         self.mrope_deltas = np.zeros(rows, np.int64)
-        """``[rows]``: what is added to a token's place behind the prompt for its M-RoPE position."""
+        """Offset from the index of a token after the prompt to its M-RoPE position, ``[rows]``."""
         self._max_len = max_len
         self._second_texts = np.zeros(rows, np.int64)
-        """``[rows]``: ``NewRow.second_text``."""
+        """``NewRow.second_text``, ``[rows]``."""
         self._any_second_text = False
         self.prompt_outputs = np.zeros(rows, bool)
-        """``[rows]``: ``Row.has_prompt_outputs``."""
+        """``Row.has_prompt_outputs``, ``[rows]``."""
         self.any_prompt_outputs = False
         self._in_flight = np.full((2, rows), -1, np.int64)
-        """``[2, rows]``: position of each row's token that the device is still sampling, and that token's index among
-        those of its step (``Batch.token_ids``); -1 for none."""
+        """Position of the token that the device is still sampling for each row, and its index among the tokens of its
+        step (see ``Batch.token_ids``), ``[2, rows]``; -1 for none."""
         self._any_in_flight = False
 
     def row(self, number: int) -> Row:
-        """The row of that number, which must have a sequence."""
+        """The row with this number. It must have a sequence."""
         row = self.rows[number]
         assert row is not None, "the step refers to a row without a sequence"
         return row
 
     def apply(self, updates: RowUpdates) -> None:
-        """Apply the updates of rows. Blocks are copied by ``ModelRunner.move_blocks``."""
+        """Apply the updates of rows. ``ModelRunner.move_blocks`` copies blocks."""
         if len(updates.beam_steps):
             self._reorder_beams(updates.beam_steps.reshape(-1, 4))
         for new in updates.new:
@@ -84,27 +84,27 @@ class InputBatch:
             self.rows[child] = self.row(parent).fork(index, self.tokens[child])
 
     def copy_row(self, row: int, source: int) -> None:
-        """Have a row that the engine does not know stand for another, with the same blocks, for a path of a token
+        """Make a row, unknown to the engine, a copy of row ``source`` with the same blocks, for a path of a token
         tree."""
         self.tables[row], self.lora_slots[row] = self.tables[source], self.lora_slots[source]
         self.mrope_deltas[row], self.rows[row] = self.mrope_deltas[source], self.rows[source]
 
     def set_in_flight(self, rows: Sequence[int], positions: Sequence[int]) -> None:
-        """Say which tokens the device is sampling: those at ``positions`` of ``rows``, in the order in which they are
-        sampled. They replace the ones of the step before."""
+        """Record that the device is sampling tokens at ``positions`` of ``rows``, in sampling order. Replaces those of
+        the previous step."""
         self._in_flight[:] = -1
         self._in_flight[0, rows] = positions
         self._in_flight[1, rows] = np.arange(len(rows))
         self._any_in_flight = len(rows) > 0
 
     def clear_in_flight(self, rows: Sequence[int], positions: Sequence[int]) -> None:
-        """Say that tokens given to ``set_in_flight`` are written to ``tokens`` now."""
+        """Record that tokens passed to ``set_in_flight`` are now written to ``tokens``."""
         known = np.asarray(rows)[self._in_flight[0, rows] == positions]
         self._in_flight[:, known] = -1
         self._any_in_flight = bool((self._in_flight[0] >= 0).any())
 
     def needs_token_values(self, number: int) -> bool:
-        """``Row.needs_token_values`` of a row; False before its first sequence."""
+        """``Row.needs_token_values``; False before the row's first sequence."""
         row = self.rows[number]
         return row is not None and row.needs_token_values
 
@@ -117,19 +117,20 @@ class InputBatch:
         shift: int = 0,
         first_states: np.ndarray | None = None,
     ) -> Batch:
-        """Build the input of a forward pass, in host memory: ``lengths`` tokens from ``starts`` on of each row,
-        concatenated without padding; at least one token in all.
+        """Build the input of a forward pass, in host memory: the tokens of all items, concatenated without padding. An
+        item is ``lengths`` tokens of a row, from position ``starts`` on. There must be at least one token.
 
         Args:
-            rows, starts, lengths: ``[items]`` int32 or int64.
-            num_states: ``[items]`` int64: number of trailing hidden states of each item that are returned.
+            rows, starts, lengths: the items, ``[items]`` int32 or int64.
+            num_states: number of trailing hidden states to return for each item, ``[items]`` int64.
             shift: offset from a position to the token computed there: 0, or 1 for MTP layers.
-            first_states: ``[items]`` bool: whether an item's states are those of its first token; None is none's.
+            first_states: True for each item whose leading hidden states are returned instead, ``[items]`` bool; None:
+                no item's.
         """
         ends = lengths.cumsum()
         total = starts + lengths
         count = int(ends[-1])
-        if count == len(rows):  # one token each, as when all decode
+        if count == len(rows):  # one token each: pure decode
             token_rows, positions = rows, starts.astype(np.int64)
         else:
             token_rows = rows.repeat(lengths)
@@ -142,7 +143,7 @@ class InputBatch:
             logits_indices = np.arange(count)
         else:
             some, ends_of_states, seen = num_states > 0, ends, total
-            if first_states is not None:  # as if the item ended there
+            if first_states is not None:  # as if these items ended after their leading states
                 ends_of_states = np.where(first_states, ends - lengths + num_states, ends)
                 seen = np.where(first_states, starts + num_states, total)
             logits_attention = self._attention_metadata(rows[some], seen[some], num_states[some], max_blocks)
@@ -157,7 +158,7 @@ class InputBatch:
         if self._any_in_flight:
             is_in_flight = self._in_flight[0, token_rows] == positions + shift
             token_ids[is_in_flight] = -1 - self._in_flight[1, token_rows[is_in_flight]]
-        if self._any_second_text:  # learned positions of the second text are a table of their own
+        if self._any_second_text:  # the second text has a separate table of learned positions
             second = self._second_texts[token_rows]
             positions = positions + self._max_len * ((second > 0) & (positions >= second))
         return Batch(

@@ -1,4 +1,4 @@
-"""Copies between a rank's KV cache and memory of the engine's process: the transfer buffer, and the host tier of the
+"""Copies between a rank's KV cache and memory shared with the engine: the transfer buffer, and the host tier of the
 prefix cache."""
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from .model_runner import ModelRunner
 
 
 class KVCopies:
-    """Keys and values of this rank's heads and layers.
+    """Copies keys and values of this rank's heads and layers.
 
     Args:
-        quantization: of the KV cache, as of ``KVSpec``.
+        block_size: number of tokens per KV block.
+        quantization: format of the KV cache (``KVSpec.quantization``).
         rank: world rank.
     """
 
@@ -30,12 +31,12 @@ class KVCopies:
         self._quantization = quantization
         self._rank = rank
         self.exports: list[LayerExport] = []
-        """Of each layer of this stage; empty without KV transfers."""
+        """Part of the transfer buffer for each layer of this stage; empty without KV transfers."""
         self._host_tier: list[LayerExport] = []
-        """Of each layer of this stage; empty without a host tier of the prefix cache."""
+        """Part of the host tier for each layer of this stage; empty without a host tier."""
 
     def map(self, transfer: TransferMemory | None, host_tier: TransferMemory | None) -> None:
-        """Map the memory that there is. Raises ``OSError`` where it cannot be opened."""
+        """Map the given memory. Raises ``OSError`` if it cannot be opened."""
         self.exports, self._host_tier = self._map(transfer), self._map(host_tier)
 
     def _map(self, memory: TransferMemory | None) -> list[LayerExport]:
@@ -45,29 +46,29 @@ class KVCopies:
         return layer_exports(memory, layouts, self._rank)
 
     def export_tokens(self, first_layer: int, last_layer: int, slots: np.ndarray, places: np.ndarray) -> None:
-        """Copy tokens of some layers to the transfer buffer; arguments as of ``ExportKV``."""
+        """Copy tokens of some layers to the transfer buffer. Arguments are the fields of ``ExportKV``."""
         self._copy_tokens(self._runner.ops.export_kv, first_layer, last_layer, slots, places)
 
     def import_tokens(self, first_layer: int, last_layer: int, slots: np.ndarray, places: np.ndarray) -> None:
-        """Copy tokens of some layers from the transfer buffer; arguments as of ``ImportKV``."""
+        """Copy tokens of some layers from the transfer buffer. Arguments are the fields of ``ImportKV``."""
         self._copy_tokens(self._runner.ops.import_kv, first_layer, last_layer, slots, places)
 
     def store_blocks(self, blocks: np.ndarray, slots: np.ndarray) -> None:
-        """Copy whole blocks to slots of the host tier, ``[blocks]`` each."""
+        """Copy whole blocks to slots of the host tier. Arguments are ``[blocks]``."""
         self._copy_blocks(self._runner.ops.export_kv, blocks, slots)
 
     def load_blocks(self, blocks: np.ndarray, slots: np.ndarray) -> None:
-        """Copy whole blocks from slots of the host tier, ``[blocks]`` each."""
+        """Copy whole blocks from slots of the host tier. Arguments are ``[blocks]``."""
         self._copy_blocks(self._runner.ops.import_kv, blocks, slots)
 
     def _copy_tokens(
         self, copy: Callable[..., None], first_layer: int, last_layer: int, slots: np.ndarray, places: np.ndarray
     ) -> None:
         first_of_stage = self._runner.model.layers.start
-        where = [torch.from_numpy(each.astype(np.int64)) for each in (slots, places)]
+        mapping, targets = (torch.from_numpy(each.astype(np.int64)) for each in (slots, places))
         for number, (cache, layer) in enumerate(zip(self._runner.cache, self.exports, strict=False), first_of_stage):
             if first_layer <= number < last_layer:
-                copy(cache, where[0].to(self._runner.device), layer.buffer, where[1], layer.layout)
+                copy(cache, mapping.to(self._runner.device), layer.buffer, targets, layer.layout)
 
     def _copy_blocks(self, copy: Callable[..., None], blocks: np.ndarray, slots: np.ndarray) -> None:
         offsets = np.arange(self._block_size)
@@ -80,13 +81,13 @@ class KVCopies:
 
 
 def layer_exports(transfer: TransferMemory, layouts: Sequence[TransferLayout], rank: int) -> list[LayerExport]:
-    """Map the transfer buffer.
+    """Map shared memory, and return the part of each layer.
 
     Args:
-        layouts: of this rank's layers.
-        rank: world rank, which has a word for its progress in the memory's header.
+        layouts: layouts of this rank's layers.
+        rank: world rank, which selects the progress counter in the memory's header.
 
-    Raises ``OSError`` where the memory cannot be opened, as in a worker on another host.
+    Raises ``OSError`` if the memory cannot be opened, as in a worker on another host.
     """
     size = transfer.offset + transfer.slots * layouts[0].slot_bytes
     descriptor = os.open(transfer.path, os.O_RDWR | os.O_CLOEXEC)
@@ -100,7 +101,11 @@ def layer_exports(transfer: TransferMemory, layouts: Sequence[TransferLayout], r
 
 
 def export_places(step: StepInput, num_tokens: np.ndarray) -> np.ndarray:
-    """``Batch.export_places``, which has the draft tokens, too."""
+    """``Batch.export_places`` of a step: ``step.export_places`` with -1 for draft tokens, ``[tokens]`` int64.
+
+    Args:
+        num_tokens: number of tokens of each item, including draft tokens, ``[items]``.
+    """
     given = step.export_places.astype(np.int64)
     if not len(step.drafts):
         return given

@@ -37,7 +37,7 @@ from .fingerprint import fingerprint
 
 
 class LoadedModels(NamedTuple):
-    """The models of a worker, and the kernels and device that they run on."""
+    """A worker's models, with their kernels and device."""
 
     ops: Ops
     device: torch.device
@@ -47,22 +47,21 @@ class LoadedModels(NamedTuple):
     max_loras: int
     info: ModelInfo
     expert_load: ExpertLoad
-    """Counts the tokens of the served model's experts; empty where nothing is counted."""
+    """Counters of tokens per expert of the served model; empty if not counted."""
     reload: Callable[[Path | None], Model]
-    """Builds the served model again, with the weights of another folder; None for the folder of the start. Raises
-    ``PenstockError`` where the folder is of another model, or its weights are missing, damaged or not finite."""
+    """Builds the served model with the weights of another folder; None: of the original one. Raises ``PenstockError``
+    if the folder has another model, or its weights are missing, damaged or not finite."""
 
 
 def load_models(
     options: EngineOptions, group: Group = SINGLE_RANK, stage: PipelineStage = SINGLE_STAGE, weights: str = ""
 ) -> LoadedModels:
-    """Load the checkpoints that the options name: the layers of this stage, and of each matrix what this rank of the
-    group computes.
+    """Load the models selected by the options: the layers of this stage, and this rank's shard of each matrix.
 
     Args:
-        weights: folder of the served model's weights; empty for its own.
+        weights: folder of the served model's weights; empty: its own folder.
 
-    Raises ``PenstockError`` with one sentence where the options or a checkpoint do not allow it.
+    Raises ``PenstockError`` if the options or a checkpoint do not allow it.
     """
     folder = Path(options.model) if options.model else demo.CHAT
     device = device_of(options.device)
@@ -70,18 +69,19 @@ def load_models(
         from penstock.parallel.device_group import DeviceGroup
 
         if not isinstance(group, DeviceGroup):
-            words = f"several ranks compute on CPUs, or on GPUs of one machine, one for each; the device is {device}"
-            raise invalid("tensor_parallel_size", words, 1)
+            message = f"several ranks need CPUs, or one GPU each on one machine; the device is {device}"
+            raise invalid("tensor_parallel_size", message, 1)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     config = read_config(folder, options.model_impl)
     backend = ops.backend(device, options.ops, options.batch_invariant)
     if config.has_vision and device.type != "cpu":
-        raise PenstockError(Code.UNSUPPORTED, "device: models that see images run on CPUs only, so far", "device")
+        raise PenstockError(Code.UNSUPPORTED, "device: models with image input run on CPUs only", "device")
     if config.speech and device.type != "cpu":
-        raise PenstockError(Code.UNSUPPORTED, "device: models that transcribe audio run on CPUs only", "device")
+        raise PenstockError(Code.UNSUPPORTED, "device: speech recognition models run on CPUs only", "device")
     quantization = KV_QUANTIZATION[options.kv_cache_dtype]
-    backend.new_kv_cache([KVSpec(1, 64, "float32", quantization=quantization)], 0, device)  # refuses it before weights
+    # Fail before loading weights if the backend does not support the format.
+    backend.new_kv_cache([KVSpec(1, 64, "float32", quantization=quantization)], 0, device)
     if options.quantization == "none":
         options = msgspec.structs.replace(options, quantization=config.quantization)
     backend.set_threads(options.threads)
@@ -149,8 +149,7 @@ def load_models(
     if speculative and speculative.tree and model.draft_heads:
         depth, count = speculative.tree.depth, len(model.draft_heads)
         if depth > count and not model.draft_heads[-1].recurrent:
-            words = f"the tree of draft tokens is {depth} deep, and there are {count} heads"
-            raise invalid("speculative_config", words, count)
+            raise invalid("speculative_config", f"the token tree has depth {depth}, but there are {count} heads", count)
     dtype = str(model.dtype).removeprefix("torch.")
     specs = model.kv_specs(options.block_size, quantization)
     info = ModelInfo(
@@ -177,58 +176,57 @@ def load_models(
 
 
 def _config_of(folder: Path, config: ModelConfig) -> ModelConfig:
-    """The configuration for other weights of a model: its own, with how the weights in the folder are quantized.
+    """The configuration for other weights of a model: its own, with the quantization of the weights in ``folder``.
 
-    Raises ``PenstockError`` (``invalid``) where the folder is none, or its ``config.json``, if there is one, describes
-    another model.
+    Raises ``PenstockError`` (``invalid``) if the folder does not exist or its ``config.json`` describes another model.
     """
     if not folder.is_dir():
-        raise invalid("path", f"{folder} is no folder on this machine")
+        raise invalid("path", f"{folder} is not a folder on this machine")
     if not (folder / "config.json").exists():
         return config
     read = read_config(folder, config.model_impl)
     other = replace(read, raw=config.raw, dtype=config.dtype)  # weights may be stored in any dtype
     if other != config:
         names = [field for field in vars(config) if getattr(config, field) != getattr(other, field)]
-        differences = [f"{name} {getattr(other, name)} and not {getattr(config, name)}" for name in names]
+        differences = [f"{name} {getattr(other, name)} instead of {getattr(config, name)}" for name in names]
         raise invalid("path", f"{folder} has another model: {'; '.join(differences)}")
     stored = {"quantization_config": quantization_config_of(read.raw), "compression_config": None}
     return replace(config, raw={**config.raw, **stored})
 
 
 def device_of(name: str) -> torch.device:
-    """The device that the option ``device`` names. Raises ``PenstockError`` (``invalid``) where there is none such."""
+    """The device selected by the option ``device``. Raises ``PenstockError`` (``invalid``) if it does not exist."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise invalid("device", f"{name!r} is none: use cpu, cuda or cuda:N") from error
+        raise invalid("device", f"{name!r} is not a device: use cpu, cuda or cuda:N") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise invalid("device", "no GPU is here, or this PyTorch cannot use it")
+        raise invalid("device", "no GPU found, or this PyTorch cannot use it")
     if device.type != "cuda":
         return device
-    device = torch.device("cuda", device.index or 0)  # PyTorch makes none the current one that has no index
+    device = torch.device("cuda", device.index or 0)  # torch.cuda.set_device needs an index
     if device.index >= (count := torch.cuda.device_count()):
-        raise invalid("device", f"{device} is none of the {count} GPUs that are here; each rank needs one", count)
+        raise invalid("device", f"{device} does not exist: there are {count} GPUs, and each rank needs one", count)
     return device
 
 
 class Draft(NamedTuple):
-    """What drafts, beside the served model."""
+    """A draft model, or draft heads."""
 
     folder: Path
     method: str
     """``draft_model``, or one of ``METHODS``."""
     config: ModelConfig | None
-    """Of a draft model."""
+    """Configuration of a draft model; None for heads."""
 
 
 def _draft(speculative: SpeculativeConfig | None, options: EngineOptions, model: ModelConfig) -> Draft | None:
-    """The draft model or the heads; None where the options ask for none.
+    """The draft model or draft heads selected by the options; None without them.
 
-    Raises ``PenstockError`` (``invalid``) where their folder is not given, a draft model's vocabulary has another size,
-    its context is shorter than that of the model, or MTP is asked for and the model has no such layers.
+    Raises ``PenstockError`` if no folder is given, the draft model does not fit the model (vocabulary size, context
+    length, images), or the model has no MTP layers or does not support draft heads.
     """
     if speculative and speculative.method == "mtp" and not model.num_mtp_layers:
         raise invalid("speculative_config", "this model has no MTP layers (num_nextn_predict_layers)")
@@ -237,19 +235,19 @@ def _draft(speculative: SpeculativeConfig | None, options: EngineOptions, model:
         return None
     if method := speculative.method if speculative.method in METHODS else head_method(folder):
         if model.model_impl == "transformers":
-            words = "heads draft with our own implementations; use ngram, or a draft model, with one of transformers"
-            raise PenstockError(Code.UNSUPPORTED, words, "speculative_config")
+            message = "draft heads are not supported with model_impl transformers; use ngram or a draft model"
+            raise PenstockError(Code.UNSUPPORTED, message, "speculative_config")
         return Draft(folder, method, None)
     if speculative.tree:
-        raise PenstockError(
-            Code.UNSUPPORTED, "draft models draft no trees, only heads do (EAGLE, Medusa, MTP)", "speculative_config"
-        )
+        message = "draft models cannot draft trees, only heads can (EAGLE, Medusa, MTP)"
+        raise PenstockError(Code.UNSUPPORTED, message, "speculative_config")
     config = read_config(folder, options.model_impl)
     if config.has_vision:
-        raise PenstockError(Code.UNSUPPORTED, "the draft model sees images; name one of text", "speculative_config")
+        message = "the draft model has image input, which is not supported; use a text model"
+        raise PenstockError(Code.UNSUPPORTED, message, "speculative_config")
     if config.vocab_size != model.vocab_size:
-        words = f"the draft model knows {config.vocab_size} tokens, and the model {model.vocab_size}"
-        raise invalid("speculative_config", words)
+        message = f"the draft model's vocabulary has {config.vocab_size} tokens, and the model's {model.vocab_size}"
+        raise invalid("speculative_config", message)
     length = min(options.max_model_len or model.max_model_len, model.max_model_len)
     if (longest := config.max_model_len) < length:
         message = f"is {length}, and the draft model {folder} has a context of {longest} tokens: give at most {longest}"

@@ -20,13 +20,14 @@ from .row import Position
 def process_logits(
     logits: Tensor, positions: Sequence[Position], grammar_bitmask: np.ndarray | None = None, ops: Ops = reference
 ) -> Tensor:
-    """Logits after grammar bitmask, penalties, biases and excluded tokens; temperature and truncation come later.
+    """Apply penalties, biases, excluded tokens, grammar bitmask and decoding rules. Temperature and truncation follow
+    later.
 
     Args:
-        logits, positions, grammar_bitmask, ops: as in ``sample``.
+        logits, positions, grammar_bitmask, ops: see ``sample``.
 
     Returns:
-        ``[positions, vocabulary]``: ``logits`` itself where nothing is adjusted, else a copy.
+        The adjusted logits, ``[positions, vocabulary]``: ``logits`` itself if nothing is adjusted, otherwise a copy.
     """
     adjusted = logits
     for needed, entries, apply in LOGITS_PROCESSORS:
@@ -34,12 +35,12 @@ def process_logits(
             continue
         if adjusted is logits:
             adjusted = logits.clone()
-        own = [entries(positions[i], logits.shape[1]) for i in rows]
-        counts = [len(token_ids) for token_ids, _ in own]
-        places = np.stack((np.repeat(rows, counts), np.concatenate([token_ids for token_ids, _ in own])))
-        values = np.concatenate([np.broadcast_to(np.float32(value), len(token_ids)) for token_ids, value in own])
+        found = [entries(positions[i], logits.shape[1]) for i in rows]
+        counts = [len(token_ids) for token_ids, _ in found]
+        indices = np.stack((np.repeat(rows, counts), np.concatenate([token_ids for token_ids, _ in found])))
+        values = np.concatenate([np.broadcast_to(np.float32(value), len(token_ids)) for token_ids, value in found])
         device = logits.device
-        row, token = to_device(places, device)
+        row, token = to_device(indices, device)
         apply(adjusted, to_device(rows, device), row, token, to_device(values, device))
     if grammar_bitmask is not None and len(rows := np.flatnonzero((grammar_bitmask != -1).any(1)).tolist()):
         if adjusted is logits:
@@ -55,7 +56,7 @@ def process_logits(
 
 
 Entries = tuple[np.ndarray, np.ndarray | float]
-"""Tokens whose logits of a row are changed, int64, and a value for each or for all."""
+"""Tokens whose logits change in a row, int64, and a value for each or one for all."""
 
 
 def _allowed_token_ids(position: Position, vocabulary: int) -> Entries:
@@ -63,7 +64,7 @@ def _allowed_token_ids(position: Position, vocabulary: int) -> Entries:
 
 
 def _bad_words(position: Position, vocabulary: int) -> Entries:
-    """The last token of each bad word whose other tokens were just generated."""
+    """The last token of each bad word whose preceding tokens were just generated."""
 
     def has_begun(beginning: list[int]) -> bool:
         end = position.row.tokens[position.length - len(beginning) : position.length]
@@ -104,7 +105,7 @@ def _exclude_others(logits: Tensor, rows: Tensor, row: Tensor, token: Tensor, va
 
 
 def _exclude(logits: Tensor, rows: Tensor, row: Tensor, token: Tensor, value: Tensor) -> None:
-    logits[row, token] = value  # not a number of the host, which PyTorch would wait for to copy
+    logits[row, token] = value  # a tensor: assigning a Python number would synchronize with the device
 
 
 def _add(logits: Tensor, rows: Tensor, row: Tensor, token: Tensor, value: Tensor) -> None:
@@ -112,20 +113,21 @@ def _add(logits: Tensor, rows: Tensor, row: Tensor, token: Tensor, value: Tensor
 
 
 def _penalize(logits: Tensor, rows: Tensor, row: Tensor, token: Tensor, value: Tensor) -> None:
-    """The repetition penalty of Keskar et al., 2019: logits of tokens in prompt and output are divided by it where they
-    are positive, and multiplied where they are negative."""
-    own = logits[row, token]
-    logits[row, token] = torch.where(own > 0, own / value, own * value)
+    """The repetition penalty of Keskar et al., 2019: positive logits of tokens in prompt and output are divided by it,
+    negative ones multiplied."""
+    before = logits[row, token]
+    logits[row, token] = torch.where(before > 0, before / value, before * value)
 
 
 class LogitsProcessor(NamedTuple):
-    """What changes the logits of positions whose sampling parameters need it."""
+    """Changes the logits of positions whose sampling parameters need it."""
 
     needed: Callable[[SamplingParams], bool]
+    """Returns True if the sampling parameters need this processor."""
     entries: Callable[[Position, int], Entries]
-    """Lists the tokens of a position whose logits change, for a vocabulary of that size."""
+    """Returns the tokens of a position whose logits change. The second argument is the vocabulary size."""
     apply: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
-    """Changes the logits of all rows at once: ``rows`` that need it, and row, token and value of each entry."""
+    """Changes logits in place. Arguments: logits, rows that need it, and row, token and value of each entry."""
 
 
 LOGITS_PROCESSORS = (
@@ -136,9 +138,9 @@ LOGITS_PROCESSORS = (
     LogitsProcessor(lambda p: p.repetition_penalty != 1, _repetition, _penalize),
     LogitsProcessor(lambda p: p.frequency_penalty != 0 or p.presence_penalty != 0, _frequency_and_presence, _add),
 )
-"""The logits processors in the order in which they are applied."""
+"""Logits processors in order of application."""
 
 
 def adjusts_logits(params: SamplingParams) -> bool:
-    """Whether a logits processor is needed, so that the next token is not the argmax of the model's own logits."""
+    """True if the parameters need a logits processor, so that the argmax may differ from that of the model's logits."""
     return any(processor.needed(params) for processor in LOGITS_PROCESSORS)

@@ -24,11 +24,11 @@ from .row import Position
 from .sampler import NON_FINITE_LOGITS, NOTHING_ALLOWED, PendingSamples, logprobs, sample
 
 TOKENS_AT_ONCE = 256
-"""Tokens of a prompt whose logits are computed together: with a large vocabulary, those of one take a megabyte."""
+"""Number of prompt tokens whose logits are computed together. With a large vocabulary, one token's take a megabyte."""
 
 
 class CapturedModel(NamedTuple):
-    """A model, and its forward passes captured over a runner's KV cache; None while there is no cache."""
+    """A model, and its forward passes captured over a runner's KV cache (None without a cache)."""
 
     model: Model
     forward: ForwardFn | None
@@ -41,11 +41,11 @@ class ModelRunner:
     Args:
         ops: the kernels.
         specs: KV cache of each layer.
-        max_tokens: maximum number of tokens of a step.
-        max_rows: maximum number of sequences of a step.
-        max_len: maximum number of tokens of a sequence.
-        lora: whether rows may have adapters.
-        graph_sizes: numbers of sequences to capture CUDA graphs for.
+        max_tokens: maximum number of tokens per step.
+        max_rows: maximum number of sequences per step.
+        max_len: maximum number of tokens per sequence.
+        lora: True if rows may have LoRA adapters.
+        graph_sizes: numbers of sequences for which CUDA graphs are captured.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class ModelRunner:
         self._progress: Tensor | None = None
         self._forward: ForwardFn | None = None
         self._forward_lora: ForwardFn | None = None
-        """For steps with adapters; in other steps they cost nothing."""
+        """Forward pass of steps with adapters."""
         self.has_expert_lora = False
-        """Whether some adapter adds to experts, which no captured forward pass does."""
+        """True if an adapter targets experts, which captured forward passes do not support."""
 
     def init_cache(
         self,
@@ -90,13 +90,14 @@ class ModelRunner:
         export: Sequence[LayerExport] = (),
         graph_sizes: Sequence[int] | None = None,
     ) -> None:
-        """Allocate the KV cache of ``blocks`` blocks on the device and ``host_blocks`` in host memory, and capture the
-        forward pass over it.
+        """Allocate the KV cache and capture the forward pass over it.
 
         Args:
-            export: of each layer of this pipeline stage, all with one ``progress``; empty where there is no transfer
-                buffer.
-            graph_sizes: in place of the runner's.
+            blocks: number of blocks on the device.
+            host_blocks: number of blocks in host memory.
+            export: part of the transfer buffer for each layer of this pipeline stage, all with the same ``progress``;
+                empty without KV transfers.
+            graph_sizes: replaces the runner's; None: use the runner's.
         """
         self.free()
         self.cache = self.ops.new_kv_cache(self._specs, blocks, self.device)
@@ -107,15 +108,15 @@ class ModelRunner:
             self.use(self.capture(self._model, graph_sizes))
 
     def free(self) -> None:
-        """Free the KV cache, and what was captured over it."""
+        """Free the KV cache and the captured forward passes."""
         self.cache, self._host, self._forward, self._forward_lora = [], [], None, None
 
     def capture(self, model: Model, graph_sizes: Sequence[int] | None = None) -> CapturedModel:
-        """Capture the forward pass of a model over the KV cache, if there is one.
+        """Capture the forward pass of a model over the KV cache, if it is allocated.
 
         Args:
-            model: the runner's, or one that differs in its weights alone.
-            graph_sizes: in place of the runner's.
+            model: the runner's model, or one that differs only in its weights.
+            graph_sizes: replaces the runner's; None: use the runner's.
         """
         if not self.cache:
             return CapturedModel(model, None, None)
@@ -123,12 +124,12 @@ class ModelRunner:
         if model.layers.start or model.vision:
             hidden = torch.zeros(self._max_tokens, model.config.hidden_size, dtype=model.dtype)
         experts = model.config.experts
-        calls_others = (
+        not_capturable = (
             model.config.model_impl != "penstock"
             or model.config.speech
             or (experts is not None and experts.by_modality)
         )
-        capture = reference.capture if calls_others else self.ops.capture
+        capture = reference.capture if not_capturable else self.ops.capture
         run = partial(model.forward, cache=self.cache, export=self._export)
         options = CaptureOptions(
             self._max_tokens,
@@ -144,39 +145,39 @@ class ModelRunner:
         return CapturedModel(model, forward, capture(run, replace(options, use_lora=True)) if self._lora else forward)
 
     def use(self, captured: CapturedModel) -> None:
-        """Run this model from now on."""
+        """Replace the model."""
         self._model, self._forward, self._forward_lora = captured
 
     @property
     def captured(self) -> CapturedModel:
-        """The model that runs."""
+        """The current model with its captured forward passes."""
         return CapturedModel(self.model, self._forward, self._forward_lora)
 
     @property
     def model(self) -> Model:
-        """The model that runs, which must not have been dropped."""
+        """The current model. It must not have been dropped."""
         assert self._model is not None, "the weights were dropped"
         return self._model
 
     @property
     def has_model(self) -> bool:
-        """Whether the model was not dropped."""
+        """False after ``drop_model``."""
         return self._model is not None
 
     def drop_model(self) -> None:
-        """Free the model's weights, and what was captured with them; ``use`` sets a model again."""
+        """Free the model's weights and captured forward passes. ``use`` sets a model again."""
         self._model, self._forward, self._forward_lora = None, None, None
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a KV block, all layers together."""
+        """Size of a KV block, all layers together, bytes."""
         return bytes_per_block(self._specs)
 
     def activation_bytes(self) -> int:
-        """Bytes of the largest step's activations and logits. On CPUs from the buffers of the captured forward pass, on
-        GPUs measured in a forward pass."""
+        """Size of the activations and logits of the largest step, bytes. On CPUs the size of the captured forward
+        pass's buffers, on GPUs measured in a forward pass."""
         tokens, rows, config, layers = self._max_tokens, self._max_rows, self.model.config, self.model.layers
-        has_logits = layers.stop == config.num_layers and not config.encoder  # float32, and their probabilities
+        has_logits = layers.stop == config.num_layers and not config.encoder  # below: float32 logits and probabilities
         logits = 2 * 4 * rows * config.vocab_size if has_logits else 0
         if self.device.type == "cpu":
             self.init_cache(1, 0)
@@ -185,7 +186,7 @@ class ModelRunner:
         torch.cuda.synchronize(self.device)
         self.init_cache(blocks, 0, graph_sizes=())
         without = torch.cuda.memory_reserved(self.device)
-        self.init_cache(blocks, 0, graph_sizes=self._graph_sizes[-1:])  # the others share the memory of the largest
+        self.init_cache(blocks, 0, graph_sizes=self._graph_sizes[-1:])  # other graphs share the largest one's memory
         graphs = max(torch.cuda.memory_reserved(self.device) - without, 0)
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -197,13 +198,13 @@ class ModelRunner:
         if has_logits:
             self.model.logits(hidden)
         torch.cuda.synchronize(self.device)
-        taken = torch.cuda.max_memory_allocated(self.device) - before
+        activations = torch.cuda.max_memory_allocated(self.device) - before
         del hidden
         self.free()
-        return taken + graphs + logits
+        return activations + graphs + logits
 
     def move_blocks(self, swap_out: np.ndarray, swap_in: np.ndarray, copies: np.ndarray) -> None:
-        """Copy blocks: to the host tier, from it, and within the cache. Arguments are fields of ``RowUpdates``."""
+        """Copy blocks to host memory, from it, and within the cache. Arguments are fields of ``RowUpdates``."""
         for source, target, pairs in (
             (self.cache, self._host, swap_out),
             (self._host, self.cache, swap_in),
@@ -212,8 +213,8 @@ class ModelRunner:
             self.ops.copy_blocks(source, target, [(a, b) for a, b in pairs.reshape(-1, 2).tolist()])
 
     def copy_slots(self, sources: np.ndarray, targets: np.ndarray, layers: slice = slice(None)) -> None:
-        """Copy keys and values within the cache of some layers; slots are ``[copies]`` int64, as of
-        ``ops.copy_slots``."""
+        """Copy keys and values within the cache of some layers. ``sources`` and ``targets`` are slots, ``[copies]``
+        int64 (see ``ops.copy_slots``)."""
         if not len(sources):
             return
         slots = [torch.from_numpy(each).to(self.device) for each in (sources, targets)]
@@ -221,9 +222,9 @@ class ModelRunner:
             self.ops.copy_slots(cache, *slots)
 
     def forward(self, batch: Batch) -> Tensor:
-        """Run the forward pass over a batch. Returns the last hidden states of the tokens in ``batch.logits_indices``,
-        ``[tokens, hidden]``. Layer by layer, keys and values of tokens with ``batch.export_places`` are copied to the
-        transfer buffer, if ``init_cache`` was given one."""
+        """Run the forward pass. Returns the last hidden states of the tokens in ``batch.logits_indices``, ``[tokens,
+        hidden]``. Each layer copies keys and values of tokens with ``batch.export_places`` to the transfer buffer, if
+        ``init_cache`` was given one."""
         if self._progress is not None and batch.export_places is not None:
             self._progress.fill_(batch.export_step << PROGRESS_BITS)
         forward = self._forward if batch.lora_slots is None else self._forward_lora
@@ -233,7 +234,7 @@ class ModelRunner:
         return forward(batch)
 
     def keep_sampled(self, token_ids: Tensor) -> None:
-        """Keep sampled tokens, ``[rows]`` int64, for the batch of the next step, which may refer to them
+        """Store sampled tokens, ``[rows]`` int64, on the device. The next step's batch may refer to them
         (``Batch.token_ids``)."""
         assert self._sampled is not None
         self._sampled[: len(token_ids)].copy_(token_ids)
@@ -245,14 +246,13 @@ class ModelRunner:
         grammar_bitmask: np.ndarray | None = None,
         head: LanguageModelHead | None = None,
     ) -> PendingSamples:
-        """Sample the next token at each position, independently of other positions. On a GPU, only ``result`` of what
-        is returned waits.
+        """Sample the next token at each position, independently of other positions. On a GPU this does not wait for the
+        device; ``PendingSamples.result`` does.
 
         Args:
-            hidden: ``[positions, hidden]``: the last hidden state before each position.
-            grammar_bitmask: ``[positions, vocabulary / 32]`` int32, a bit for each token that may be sampled; None
-                allows all.
-            head: in place of the model's own.
+            hidden: last hidden state before each position, ``[positions, hidden]``.
+            grammar_bitmask: see ``sampler.sample``.
+            head: language model head; None: the model's own.
         """
         head = head or self.model
         if all([position.is_plain_greedy for position in positions]):
@@ -282,14 +282,14 @@ class ModelRunner:
     def sample_and_rank(
         self, hidden: Tensor, positions: Sequence[Position], count: int, head: LanguageModelHead
     ) -> tuple[list[SampledTokens], list[list[int]]]:
-        """``sample``, and the ``count`` likeliest tokens at each position by the head's own logits, the likeliest
-        first."""
+        """Like ``sample``, and return also the ``count`` likeliest tokens at each position by the head's unadjusted
+        logits, the likeliest first."""
         logits = head.logits(hidden)
         likeliest = self.ops.topk(logits, min(count, logits.shape[1]))[1].tolist()
         return sample(logits, positions, None, self.ops).result(), likeliest
 
     def _argmax(self, hidden: Tensor, grammar_bitmask: np.ndarray | None, head: LanguageModelHead) -> PendingSamples:
-        """Sample the argmax, without storing logits."""
+        """Sample the argmax without storing logits."""
         bitmask = None if grammar_bitmask is None else to_device(grammar_bitmask, self.device)
         token_ids = head.argmax(hidden, bitmask)
         finite, sampled = HostCopy(_finite(hidden)), HostCopy(token_ids)
@@ -297,7 +297,7 @@ class ModelRunner:
         def finish() -> list[SampledTokens]:
             results = [SampledTokens([token]) for token in sampled.get().tolist()]
             failed = SampledTokens([], failure=NON_FINITE_LOGITS)
-            results = [result if own else failed for result, own in zip(results, finite.get().tolist(), strict=True)]
+            results = [result if ok else failed for result, ok in zip(results, finite.get().tolist(), strict=True)]
             if grammar_bitmask is not None:
                 for i in np.flatnonzero(~grammar_bitmask.any(1)).tolist():
                     results[i] = SampledTokens([], failure=NOTHING_ALLOWED)
@@ -309,9 +309,9 @@ class ModelRunner:
         """Logprobs of prompt tokens.
 
         Args:
-            hidden: ``[tokens, hidden]``: the last hidden state before each token.
-            token_ids: ``[tokens]`` int32.
-            alternatives: number of likeliest tokens to list with each.
+            hidden: last hidden state before each token, ``[tokens, hidden]``.
+            token_ids: the tokens, ``[tokens]`` int32.
+            alternatives: number of likeliest tokens to list with each token.
         """
         listed = []
         for start in range(0, len(token_ids), TOKENS_AT_ONCE):
@@ -321,21 +321,21 @@ class ModelRunner:
         return listed
 
     def logits_bytes(self, hidden: Tensor) -> Iterator[bytes]:
-        """Logits of hidden states ``[tokens, hidden]`` as bytes, in chunks: each is ``[up to TOKENS_AT_ONCE,
-        vocabulary]`` float32."""
+        """Logits of hidden states ``[tokens, hidden]`` as bytes, in chunks of ``[up to TOKENS_AT_ONCE, vocabulary]``
+        float32."""
         for start in range(0, len(hidden), TOKENS_AT_ONCE):
             yield self.model.logits(hidden[start : start + TOKENS_AT_ONCE]).numpy(force=True).tobytes()
 
 
 def _finite(hidden: Tensor) -> Tensor:
-    """Whether all values of each row are finite, ``[rows]`` bool."""
-    if hidden.device.type == "cpu" and math.isfinite(hidden.sum(dtype=torch.float32).item()):  # all at once, then each
+    """True for each row whose values are all finite, ``[rows]`` bool."""
+    if hidden.device.type == "cpu" and math.isfinite(hidden.sum(dtype=torch.float32).item()):  # the usual case
         return torch.ones(len(hidden), dtype=torch.bool)
-    return (hidden * 0).sum(-1) == 0  # with fewer launches than isfinite
+    return (hidden * 0).sum(-1) == 0  # fewer kernel launches than isfinite
 
 
 def _one_row(tokens: int, blocks: int, num_states: int) -> Batch:
-    """A batch of one sequence of ``tokens`` tokens, which needs the hidden states of the last ``num_states``."""
+    """A batch of one sequence of ``tokens`` tokens that needs the last ``num_states`` hidden states."""
 
     def tensor(*values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Weights that change while the worker runs: others are loaded beside those in use, then swapped, or dropped."""
+"""Weight updates of a running worker: new weights are loaded next to those in use, then swapped in or dropped."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from .model_runner import CapturedModel, ModelRunner
 logger = logging.getLogger(__name__)
 
 SPARE_BYTES = 2**26
-"""Bytes that must be left beside both copies of the weights: those of a matrix while it is packed, and of buffers."""
+"""Bytes that must stay free next to both copies of the weights, for packing a matrix and for buffers."""
 
 
 class ModelSwap:
-    """Holds the weights that were loaded, and those that they have replaced, until it is clear which are to stay.
+    """Holds loaded weights until they are used, and replaced weights until the swap is committed or reverted.
 
     Args:
-        runner: of the served model.
-        reload: builds the model from a folder; None for the folder of the start.
-        weight_bytes: of this rank's part of the model.
-        local_ranks: ranks that share this machine's memory.
+        runner: runner of the served model.
+        reload: builds the model from a folder; None: from its original one.
+        weight_bytes: size of this rank's weights, bytes.
+        local_ranks: number of ranks that share this machine's memory.
     """
 
     def __init__(
@@ -47,37 +47,37 @@ class ModelSwap:
         self._local_ranks = local_ranks
         self._loaded: Model | None = None
         self._before: CapturedModel | None = None
-        """What ran before the swap; None where nothing was swapped, or there was no model."""
+        """The model before the swap; None if there was no swap or no model."""
         self._swapped = False
         self._lora_layers: dict[str, LoRALayer] = {
             name: target.layer for name, target in runner.model.lora_targets.items() if target
         }
-        """Whose slots have the adapters, which models share."""
+        """Layers whose adapter slots all models share."""
 
     def check_memory(self) -> None:
-        """Raise ``PenstockError`` (``unsupported``) where this machine has no room for another copy of the weights."""
+        """Raise ``PenstockError`` (``unsupported``) if there is no memory for a second copy of the weights."""
         if self._device.type == "cuda":
             free, where = torch.cuda.mem_get_info(self._device)[0], "the GPU"
             free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         else:
             free, where = free_host_bytes() // self._local_ranks, "this machine"
         if (needed := self._weight_bytes + SPARE_BYTES) > free:
-            words = (
-                f"there is no room for other weights beside those in use: they take {needed / 1e9:.2f} GB, and {where} "
-                f"has {free / 1e9:.2f} GB free. Put the engine to sleep (level 2), which drops those in use, then load "
-                "them and wake it up; or give the KV cache less memory"
+            message = (
+                f"no memory for a second copy of the weights: it takes {needed / 1e9:.2f} GB, and {where} has "
+                f"{free / 1e9:.2f} GB free. Put the engine to sleep (level 2), which drops the weights in use, then "
+                "load the others and wake it up; or give the KV cache less memory"
             )
-            raise PenstockError(Code.UNSUPPORTED, words, "path")
+            raise PenstockError(Code.UNSUPPORTED, message, "path")
 
     def read(self, path: str) -> Model:
-        """Read and pack the weights of a folder; may run in another thread than steps do."""
+        """Read and pack the weights of a folder. May be called in another thread."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         with torch.inference_mode():
             return self._reload(Path(path) if path else None)
 
     def keep(self, model: Model) -> str:
-        """Keep a model that was read until it is swapped or dropped; returns its version."""
+        """Keep a loaded model until ``swap`` or ``revert``. Returns the version of its weights."""
         for name, target in model.lora_targets.items():
             if target:
                 target.layer.share_slots(self._lora_layers[name])
@@ -85,7 +85,7 @@ class ModelSwap:
         return model.weights_version
 
     def swap(self) -> None:
-        """Run the model that was loaded, which takes a capture of its forward pass."""
+        """Capture the forward pass of the loaded model, and use it."""
         assert self._loaded is not None, "load it first"
         with torch.inference_mode():
             captured = self._runner.capture(self._loaded)
@@ -94,12 +94,12 @@ class ModelSwap:
         self._loaded, self._swapped = None, True
 
     def commit(self) -> None:
-        """Drop the model that ran before the swap."""
+        """Drop the model replaced by the swap."""
         self._before, self._swapped = None, False
         return_memory()
 
     def revert(self) -> None:
-        """Go back to what ran before the swap, if there was one, and drop the model that was loaded."""
+        """Undo the swap, if there was one, and drop the loaded model."""
         if self._swapped and self._before:
             self._runner.use(self._before)
         elif self._swapped:
@@ -109,12 +109,12 @@ class ModelSwap:
         return_memory()
 
     def drop(self) -> None:
-        """Drop the model that runs."""
+        """Drop the current model."""
         self._runner.drop_model()
 
 
 def return_memory() -> None:
-    """Give memory of tensors that were dropped back to the machine, or to others on the GPU."""
+    """Return freed memory of tensors to the operating system and the GPU."""
     ctypes.CDLL(None).malloc_trim(0)
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Inputs of a step with images: features in place of the placeholders' embeddings, and positions."""
+"""Inputs of a step with images: embeddings with image features, and positions."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .input_batch import InputBatch
 
 
 class ImageFeatures:
-    """Features of the images that the scheduler has had encoded (``EncoderCache``), and the inputs made of them.
+    """Features of encoded images, as managed by the scheduler (``EncoderCache``), and the batch inputs built from them.
 
-    Each image is encoded alone, so that its features do not depend on others.
+    Each image is encoded separately, so its features do not depend on others.
 
     Args:
         batch: the worker's rows.
@@ -26,10 +26,10 @@ class ImageFeatures:
         self._batch = batch
         self._features: dict[bytes, Tensor] = {}
         self._num_deepstack = 0
-        """Leading tokens of ``VisionTower.deepstack`` that may not be zero."""
+        """Number of leading tokens of ``VisionTower.deepstack`` that may be non-zero."""
 
     def update(self, model: Model, step: StepInput) -> None:
-        """Drop and encode what the step says."""
+        """Drop the step's evicted images, and encode its new ones."""
         for content_hash in step.evicted_images:
             self._features.pop(content_hash, None)
         if not step.encoded_images:
@@ -43,11 +43,11 @@ class ImageFeatures:
         self._features.clear()
 
     def prepare(self, model: Model, batch: Batch, rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
-        """Set a batch's inputs: embeddings of its tokens, with images' features in their places, the rows of the
-        rotary table, and what tokens of images see.
+        """Set inputs of a batch: embeddings of its tokens, with image features for placeholders; rows of the rotary
+        table; and end of the visible keys of each token, for bidirectional attention within images.
 
         Args:
-            rows, starts, lengths: ``[items]``: the tokens of the batch.
+            rows, starts, lengths: items of the batch, ``[items]`` (see ``InputBatch.flatten``).
         """
         assert model.vision is not None
         embeddings = model.vision.embed(batch.token_ids)
@@ -65,17 +65,17 @@ class ImageFeatures:
                 begin, end = max(span.start, start), min(span.end, start + length)
                 if begin < end:
                     features = self._features[span.content_hash][begin - span.start : end - span.start]
-                    place = slice(first + begin - start, first + end - start)
+                    tokens = slice(first + begin - start, first + end - start)
                     if model.vision.placeholder is None:
-                        embeddings[place] = features[:, :size]
+                        embeddings[tokens] = features[:, :size]
                     else:
-                        own = batch.token_ids[place] == model.vision.placeholder
-                        embeddings[place][own] = features[own]
+                        is_placeholder = batch.token_ids[tokens] == model.vision.placeholder
+                        embeddings[tokens][is_placeholder] = features[is_placeholder]
                     if span.bidirectional:
-                        ends[place] = span.end
+                        ends[tokens] = span.end
                     for i, layer in enumerate(model.vision.deepstack, 1):
-                        layer[place] = features[:, i * size : (i + 1) * size]
-                        self._num_deepstack = place.stop
+                        layer[tokens] = features[:, i * size : (i + 1) * size]
+                        self._num_deepstack = tokens.stop
             if row.mrope_positions.size and start < row.mrope_positions.shape[1]:
                 grid = np.stack([positions] * 3) if grid is None else grid
                 given = row.mrope_positions[:, start : start + length]

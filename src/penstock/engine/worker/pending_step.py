@@ -10,10 +10,10 @@ from ..step import StepOutput
 
 
 class PendingStep:
-    """The output of a step.
+    """The future output of a step.
 
     Args:
-        finish: waits for the device and returns the output; called once.
+        finish: waits for the device and returns the output. Called once.
     """
 
     def __init__(self, finish: Callable[[], StepOutput]) -> None:
@@ -22,7 +22,7 @@ class PendingStep:
         self._error: Exception | None = None
 
     def complete(self) -> None:
-        """Wait for the step. Its error is kept for ``result``."""
+        """Wait for the step. ``result`` raises its error."""
         if not self._finish:
             return
         finish, self._finish = self._finish, None

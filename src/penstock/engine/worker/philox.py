@@ -1,7 +1,7 @@
 """Philox4x32-10, a counter-based random number generator (Salmon et al., 2011).
 
-A draw's key is the request's seed; its counter is made of position, sequence and stream. So a request draws the same
-numbers in any batch, and again where a token is computed again.
+The key is the request's seed; the counter consists of position, sequence and stream. So a request draws the same
+numbers in any batch, and if a token is recomputed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ def philox(key: NDArray[np.uint32], counter: NDArray[np.uint32]) -> NDArray[np.u
         key: ``[draws, 2]``.
         counter: ``[draws, 4]``.
     """
-    key, words = key.copy(), counter.astype(np.uint64)
+    key, state = key.copy(), counter.astype(np.uint64)
     for _ in range(ROUNDS):
-        products = words[:, (0, 2)] * MULTIPLIERS
+        products = state[:, (0, 2)] * MULTIPLIERS
         high, low = products >> HALF, products & LOW
-        words = np.stack(
-            (high[:, 1] ^ words[:, 1] ^ key[:, 0], low[:, 1], high[:, 0] ^ words[:, 3] ^ key[:, 1], low[:, 0]), 1
+        state = np.stack(
+            (high[:, 1] ^ state[:, 1] ^ key[:, 0], low[:, 1], high[:, 0] ^ state[:, 3] ^ key[:, 1], low[:, 0]), 1
         )
         key += WEYL
-    return words.astype(np.uint32)
+    return state.astype(np.uint32)
 
 
 def uniform(
@@ -40,10 +40,10 @@ def uniform(
     """Uniform random numbers in [0, 1) of 53 random bits each, ``[draws]``.
 
     Args:
-        seeds: ``[draws]``: seed of each draw's request.
-        positions: ``[draws]``: position of the sampled token in its sequence.
-        sequences: ``[draws]``: index of the sequence in its request.
-        stream: a number for each independent use of random numbers at the same position.
+        seeds: seed of each draw's request, ``[draws]``.
+        positions: position of the sampled token in its sequence, ``[draws]``.
+        sequences: index of the sequence in its request, ``[draws]``.
+        stream: distinguishes independent uses of random numbers at the same position.
     """
     key = np.stack((seeds & LOW, seeds >> HALF), 1).astype(np.uint32)
     counter = np.zeros((len(seeds), 4), np.uint32)

@@ -1,4 +1,4 @@
-"""What requests want of their prompts: log probabilities and logits of their tokens, and pooled hidden states."""
+"""Outputs of prompts: log probabilities and logits of their tokens, and pooled hidden states."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class PromptOutputs:
     """Computes the outputs of prompts from hidden states.
 
     Args:
-        runner: of the model.
+        runner: runner of the model.
         batch: the worker's rows.
     """
 
@@ -26,10 +26,10 @@ class PromptOutputs:
         self._batch = batch
 
     def count_states(self, step: StepInput, num_states: np.ndarray) -> dict[int, int]:
-        """By item, the number of trailing hidden states that its prompt outputs need; items without any are missing.
+        """Number of trailing hidden states needed for prompt outputs, by item. Items without prompt outputs are absent.
 
         Args:
-            num_states: ``[items]``: number of trailing hidden states needed so far, raised here where more are.
+            num_states: number of trailing hidden states needed otherwise, ``[items]``; raised if more are needed.
         """
         needed: dict[int, int] = {}
         for i in np.flatnonzero(self._batch.prompt_outputs[step.rows]).tolist():
@@ -51,7 +51,7 @@ class PromptOutputs:
         """Add an item's prompt outputs to ``output``.
 
         Args:
-            hidden: ``[tokens, hidden]``, of as many trailing tokens as ``count_states`` said.
+            hidden: the item's hidden states counted by ``count_states``, ``[tokens, hidden]``.
         """
         start, length = int(step.starts[item]), int(step.lengths[item])
         if row.pooling:
@@ -65,11 +65,11 @@ class PromptOutputs:
             output.context_logits[item] = b"".join(self._runner.logits_bytes(hidden[:count]))
 
     def _pool(self, row: Row, hidden: Tensor) -> np.ndarray:
-        """Hidden states of a row to pool, or the output of its head for them, float32."""
+        """Hidden states to pool of a row, or its head's output for them, float32."""
         model = self._runner.model
         if not row.head and not row.pooling_token_ids:
             return hidden.to("cpu", torch.float32, copy=True).numpy()
-        if row.pooling == "mean":  # of the whole prompt: one step computes it
+        if row.pooling == "mean":  # one step computes the whole prompt
             mean = sum_states(hidden.to("cpu", torch.float32).numpy()) / len(hidden)
             hidden = torch.from_numpy(np.asarray(mean)[None]).to(hidden.device, torch.float32)
         if row.head:

@@ -1,4 +1,4 @@
-"""A row of the worker's batch: a running sequence, and where in it a token is sampled."""
+"""Rows of the worker's batch (running sequences), and positions at which tokens are sampled."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .token_counts import TokenCounts
 
 
 class Row:
-    """A running sequence. Fields are those of ``NewRow``.
+    """A running sequence. Fields without a description are those of ``NewRow``.
 
     Args:
-        new: the message that starts the row.
-        tokens: ``[max_len]`` int32: the row of ``InputBatch.tokens``, which the batch writes to. The row does not know
-            how many of them are set.
-        adjusts_logits: whether its parameters need a logits processor.
+        new: message that starts the row.
+        tokens: the row's view of ``InputBatch.tokens``, ``[max_len + 1]`` int32. The batch writes to it; the row does
+            not know how many tokens are set.
+        adjusts_logits: True if the sampling parameters need a logits processor.
     """
 
     def __init__(self, new: NewRow, tokens: np.ndarray, adjusts_logits: bool) -> None:
@@ -40,16 +40,16 @@ class Row:
         self.pooling_token_ids = new.pooling_token_ids
         self.rules = new.audio.rules if new.audio else None
         self.counts: TokenCounts | None = None
-        """Token counts for penalties; None until the first ``Position.counts``."""
+        """Token counts for penalties; None until the first use of ``Position.counts``."""
         self._takes_argmax = not (self.rules or self.num_candidates or adjusts_logits)
         self.is_plain_greedy = self._takes_argmax and _needs_token_alone(self.params)
-        """Whether the next token is the argmax of the unadjusted logits, and nothing but the token is returned."""
+        """True if the next token is the argmax of the unadjusted logits, and only the token is returned."""
 
     def fork(self, index: int, tokens: np.ndarray) -> Row:
-        """The row of another sequence of the same request. It returns no prompt logprobs and context logits.
+        """The row of another sequence of the same request, without prompt logprobs and context logits.
 
         Args:
-            index: of the sequence in its request.
+            index: index of the sequence in its request.
             tokens: the new row's tokens in the batch, a copy of this row's.
         """
         child = Row.__new__(Row)
@@ -59,20 +59,19 @@ class Row:
         return child
 
     def num_prompt_logprobs(self, start: int, length: int) -> int:
-        """Number of prompt logprobs returned by a step that computes ``length`` tokens from ``start`` on. The first is
-        that of prompt token ``start + 1``."""
+        """Number of prompt logprobs returned by a step that computes ``length`` tokens from ``start`` on. The first
+        belongs to prompt token ``start + 1``."""
         if self.prompt_logprobs is None:
             return 0
         return max(min(length, self.prompt_length - 1 - start), 0)
 
     def num_context_logits(self, start: int, length: int) -> int:
-        """Number of prompt tokens whose logits are returned by a step that computes ``length`` tokens from ``start``
-        on."""
+        """Number of prompt tokens with returned logits in a step that computes ``length`` tokens from ``start`` on."""
         return max(min(length, self.prompt_length - start), 0) if self.context_logits else 0
 
     @property
     def has_prompt_outputs(self) -> bool:
-        """Whether steps return prompt logprobs, context logits or hidden states of the prompt."""
+        """True if steps return prompt logprobs, context logits or hidden states of the prompt."""
         return self.prompt_logprobs is not None or self.context_logits or bool(self.pooling)
 
     @property
@@ -85,8 +84,8 @@ class Row:
         return Position(self, length, self.params, self.is_plain_greedy)
 
     def draft_position(self, length: int) -> Position:
-        """The position after the first ``length`` tokens, for drafting: sampled with the row's parameters, but without
-        logprobs, logits and grammar, which a draft does not need."""
+        """The position after the first ``length`` tokens, for drafting: with the row's sampling parameters, but without
+        logprobs, logits and grammar."""
         params, is_plain_greedy = self._draft_params
         return Position(self, length, params, is_plain_greedy)
 
@@ -97,13 +96,13 @@ class Row:
 
 
 class Position(NamedTuple):
-    """A position where a token is sampled: the one after the first ``length`` tokens of a row."""
+    """A position at which a token is sampled: after the first ``length`` tokens of a row."""
 
     row: Row
     length: int
     params: SamplingParams
     is_plain_greedy: bool
-    """As ``Row.is_plain_greedy``."""
+    """See ``Row.is_plain_greedy``."""
 
     @property
     def num_output_tokens(self) -> int:

@@ -1,7 +1,7 @@
 """Sampling: from logits to tokens and log probabilities.
 
-Positions with plain greedy sampling (``Position.is_plain_greedy``) do not come here: ``ModelRunner.sample`` takes their
-argmax without storing logits.
+Positions with plain greedy sampling (``Position.is_plain_greedy``) are not handled here: ``ModelRunner.sample`` takes
+their argmax without storing logits.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from .row import Position
 NON_FINITE_LOGITS = Failure(Code.INTERNAL, "the model's logits of the next token are not finite (NaN or infinity)")
 NOTHING_ALLOWED = Failure(Code.INVALID, NO_TOKEN_ALLOWED)
 ROWS_AT_ONCE = 4
-"""Number of rows that are sampled together. The distributions of more rows would not fit into the processor's caches,
-and their memory would be returned to the system after each step."""
+"""Number of rows sampled together on a CPU. The distributions of more rows would not fit into the CPU's caches, and
+their memory would be returned to the system after each step."""
 
 
 class PendingSamples(NamedTuple):
-    """Tokens that were sampled at some positions, of which the host may not know the values yet."""
+    """Sampled tokens that the device may still be computing."""
 
     token_ids: Tensor
-    """``[positions]`` int64 on the device: the sampled token of each position. Some token of the vocabulary where
-    sampling failed, and for a beam."""
+    """Sampled token of each position, on the device, ``[positions]`` int64. Any token of the vocabulary if sampling
+    failed, and for a beam."""
     result: Callable[[], list[SampledTokens]]
-    """Returns what was sampled at each position; waits for the device."""
+    """Waits for the device, and returns the result of each position."""
 
 
 def sample(
@@ -46,33 +46,33 @@ def sample(
 ) -> PendingSamples:
     """Sample the next token at each position.
 
-    What is sampled depends on the position's logits, tokens, sampling parameters and seed, not on other positions.
+    The result depends on the position's logits, tokens, sampling parameters and seed, not on other positions.
 
     Args:
         logits: ``[positions, vocabulary]`` float32, not overwritten.
-        positions: where the tokens are sampled.
-        grammar_bitmask: ``[positions, vocabulary / 32]`` int32, a bit for each token that may be sampled; None allows
-            all.
+        positions: positions at which tokens are sampled.
+        grammar_bitmask: ``[positions, vocabulary / 32]`` int32, with a bit set for each allowed token; None: all are
+            allowed.
         ops: the kernels.
 
     Returns:
-        For each position a token, or for a beam its candidates; with logprobs and logits where its parameters ask for
-        them. Where no token is allowed (``NOTHING_ALLOWED``) or logits are not finite (``NON_FINITE_LOGITS``), that
-        failure and nothing else.
+        A token for each position, or the candidates of a beam, with logprobs and logits if the parameters request them.
+        If no token is allowed (``NOTHING_ALLOWED``) or logits are not finite (``NON_FINITE_LOGITS``), only that
+        failure.
     """
     device = logits.device
     adjusted = process_logits(logits, positions, grammar_bitmask, ops)
-    token_ids = adjusted.argmax(-1)  # a row with a NaN gets the index of the NaN
+    token_ids = adjusted.argmax(-1)  # the index of a NaN if a row has one
     largest = HostCopy(adjusted.gather(-1, token_ids[:, None])[:, 0])
-    given = HostCopy(logits if device.type == "cpu" else logits.amax(-1, keepdim=True))  # on a CPU only where needed
+    unadjusted = HostCopy(logits if device.type == "cpu" else logits.amax(-1, keepdim=True))  # CPU: reduced if needed
     random = [i for i, position in enumerate(positions) if not position.params.greedy]
     columns = random_columns([positions[i] for i in random]) if random else np.zeros((5, 0))
     at_once = ROWS_AT_ONCE if device.type == "cpu" else len(positions)
     for start in range(0, len(random), at_once):
         some = random[start : start + at_once]
         rows = to_device(some, device)
-        own = adjusted if len(some) == len(positions) else adjusted[rows]
-        token_ids[rows] = ops.sample_random(own, *to_device(columns[:, start : start + at_once], device))
+        chosen = adjusted if len(some) == len(positions) else adjusted[rows]
+        token_ids[rows] = ops.sample_random(chosen, *to_device(columns[:, start : start + at_once], device))
     beams = [i for i, position in enumerate(positions) if position.row.num_candidates]
     of_beams = {i: beam_candidates(logits, i, positions[i], grammar_bitmask, ops) for i in beams}
     listed = [i for i, position in enumerate(positions) if position.params.logprobs is not None]
@@ -89,8 +89,8 @@ def sample(
 
         def result(i: int, token_id: int, largest: float) -> SampledTokens:
             if not math.isfinite(largest):
-                excluded = largest == EXCLUDED and bool(given.get()[i].amax().isfinite())
-                if not (excluded and i in of_beams):  # a beam without candidates ends; the other beams go on
+                excluded = largest == EXCLUDED and bool(unadjusted.get()[i].amax().isfinite())
+                if not (excluded and i in of_beams):  # a beam without candidates ends, but other beams continue
                     return SampledTokens([], failure=NOTHING_ALLOWED if excluded else NON_FINITE_LOGITS)
             if i in of_beams:
                 return SampledTokens([], candidates=of_beams[i]())
@@ -106,18 +106,18 @@ def sample(
 def beam_candidates(
     logits: Tensor, index: int, position: Position, grammar_bitmask: np.ndarray | None, ops: Ops
 ) -> Callable[[], Candidates]:
-    """The ``num_candidates`` likeliest next tokens of a beam. As in transformers, it is their log probabilities that
-    are adjusted, and not the logits.
+    """The ``num_candidates`` likeliest next tokens of a beam. As in transformers, logits processors are applied to log
+    probabilities, not to logits.
 
     Args:
-        logits, grammar_bitmask, ops: as in ``sample``.
-        index: of the beam's position.
+        logits, grammar_bitmask, ops: see ``sample``.
+        index: index of the beam's position.
 
     Returns:
-        A function that waits for the device, and returns them.
+        A function that waits for the device, and returns the candidates.
     """
-    own = None if grammar_bitmask is None else grammar_bitmask[index : index + 1]
-    table = process_logits(ops.log_softmax(logits[index : index + 1]), [position], own, ops)
+    bitmask = None if grammar_bitmask is None else grammar_bitmask[index : index + 1]
+    table = process_logits(ops.log_softmax(logits[index : index + 1]), [position], bitmask, ops)
     largest = ops.topk(table, min(position.row.num_candidates, table.shape[1]))
     values, ids = (HostCopy(each[0]) for each in largest)
 
@@ -146,8 +146,8 @@ def random_columns(positions: Sequence[Position]) -> np.ndarray:
 
 
 def logprob_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Logits whose log probabilities are returned: the model's own, divided by the temperature with
-    ``temp_scaled_logprobs``, truncated with ``top_p_normalized_logprobs`` (FastDeploy's options).
+    """Prepare logits for log probabilities: divide them by the temperature with ``temp_scaled_logprobs``, and truncate
+    them with ``top_p_normalized_logprobs`` (FastDeploy's options).
 
     Args:
         logits: ``[rows, vocabulary]`` float32, overwritten.
@@ -159,7 +159,7 @@ def logprob_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
         if p.temp_scaled_logprobs and not p.greedy:
             row /= p.temperature
         if p.top_p_normalized_logprobs and p.top_p < 1:
-            weights = row.clone().softmax(-1)  # on a GPU, bits depend on how an address is aligned
+            weights = row.clone().softmax(-1)  # on a GPU, the result's bits depend on the alignment of the row
             mass = weights.double()
             truncate(weights, mass, p.top_p * mass.sum().item())
             row.copy_(weights.log())
@@ -173,7 +173,7 @@ def logprobs(
 
     Args:
         logits: ``[rows, vocabulary]`` float32.
-        token_ids: ``[rows]`` int64, the sampled tokens.
+        token_ids: the sampled tokens, ``[rows]`` int64.
         counts: number of likeliest tokens to list for each row.
         ops: the kernels.
 
@@ -182,10 +182,10 @@ def logprobs(
         likeliest.
     """
     table = ops.log_softmax(logits)
-    own = table.gather(-1, token_ids[:, None])
-    ranks = (table > own).sum(-1) + 1
+    sampled = table.gather(-1, token_ids[:, None])
+    ranks = (table > sampled).sum(-1) + 1
     values, ids = ops.topk(table, max(counts)) if max(counts, default=0) else (table[:, :0], table[:, :0])
-    copies = [HostCopy(column) for column in (token_ids, own[:, 0], ranks, ids, values)]
+    copies = [HostCopy(column) for column in (token_ids, sampled[:, 0], ranks, ids, values)]
 
     def finish() -> list[list[Logprob]]:
         rows = zip(*(copy.get().tolist() for copy in copies), counts, strict=True)

@@ -1,4 +1,4 @@
-"""Encoded audio of rows: its keys and values, in a separate KV cache, and the times of tokens."""
+"""Encoded audio of rows: cross-attention keys and values in a separate KV cache, and timestamps of tokens."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ from penstock.ops import AttentionMetadata, CrossAttention, Ops, TransferLayout
 from ..step import NewRow
 
 
-class _Aligned:
-    """A row that asks for times, and its queries so far: of each step, ``[heads, tokens, head_dim]``."""
+class _AlignedRow:
+    """A row for which token times are requested."""
 
     def __init__(self, alignment: Alignment) -> None:
         self.alignment = alignment
         self.queries: list[Tensor] = []
+        """Recorded queries of each step so far, ``[heads, tokens, head_dim]``."""
 
 
 class SpeechStates:
-    """The KV cache has as many windows as there are rows, as all windows of audio have the same length. One is written
-    when a sequence starts to run, and again after it was preempted, unless the cache has the same audio
-    (``AudioInput.key``).
+    """The cross-attention KV cache of a speech model, and the token times of rows.
+
+    All audio windows have the same length, so the cache has as many windows as there are rows. A window is written when
+    a sequence starts to run (also after preemption), unless the cache already has the same audio (``AudioInput.key``).
 
     Args:
-        model: which encodes the audio.
+        model: model that encodes the audio.
         rows: number of rows.
-        block_size: tokens of a KV block.
+        block_size: number of tokens per KV block.
     """
 
     def __init__(self, model: Whisper, ops: Ops, rows: int, block_size: int) -> None:
@@ -46,27 +48,28 @@ class SpeechStates:
         self._window_blocks = blocks = -(-self._length // block_size)
         self._specs = specs = model.kv_specs(block_size)
         self.num_bytes = rows * blocks * sum(spec.bytes_per_block for spec in specs)
-        """Bytes of the cache, and of the largest activations of an encoder or an alignment."""
+        """Size of the cache and of the largest activations of encoder or alignment, bytes."""
         self.num_bytes += max(
             largest_activation(model.config.speech, model.config.hidden_size),
             alignment_bytes(model.max_len, self._length),
         )
         self._cache = ops.new_kv_cache(specs, rows * blocks, torch.device("cpu"))
         self._windows = np.arange(rows)
-        """Window in the cache of each row; rows that have ended keep theirs."""
+        """Window of each row, ``[rows]``. Rows keep their window after they have ended."""
         self._keys = {window: b"" for window in range(rows)}
-        """``AudioInput.key`` of each window; the ones written last at the end."""
-        self._aligned: dict[int, _Aligned] = {}
+        """Window → ``AudioInput.key``, the most recently written last."""
+        self._aligned: dict[int, _AlignedRow] = {}
+        """Rows for which token times are requested."""
 
     def update(self, model: Model, new: Sequence[NewRow]) -> None:
-        """Encode the audio of sequences that start to run."""
+        """Encode the audio of starting sequences."""
         assert isinstance(model, Whisper)
         for row in new:
             self._aligned.pop(row.row, None)
             if row.audio is None:
                 continue
             if row.audio.alignment:
-                self._aligned[row.row] = _Aligned(row.audio.alignment)
+                self._aligned[row.row] = _AlignedRow(row.audio.alignment)
             if self._find_window(row.row, row.audio.key):
                 continue
             features = np.frombuffer(row.audio.features, np.float32).reshape(row.audio.bins, row.audio.frames)
@@ -75,13 +78,13 @@ class SpeechStates:
                 self._ops.store_kv(cache, k, v, slots)
             self._keys[int(self._windows[row.row])] = row.audio.key
 
-    def forget(self) -> None:
-        """Encode all audio anew from now on, as the weights may change."""
+    def clear(self) -> None:
+        """Invalidate all cached audio, as the weights may change."""
         self._keys = dict.fromkeys(self._keys, b"")
 
     def _find_window(self, row: int, key: bytes) -> bool:
-        """Give a row a window of the cache: the one with its audio, which is True, or the one of those that no other
-        row has that was written first."""
+        """Assign a window to a row: the one with its audio (returns True), or the least recently written one of those
+        that no other row has (returns False)."""
         for window, held in self._keys.items():
             if key and held == key:
                 self._windows[row] = window
@@ -94,15 +97,15 @@ class SpeechStates:
         return False
 
     def _slots(self, row: int) -> Tensor:
-        """Where a row's audio is in the cache, ``[positions]`` int64."""
+        """Cache slots of a row's audio, ``[positions]`` int64."""
         return torch.arange(self._length) + int(self._windows[row]) * self._window_blocks * self._block_size
 
     def cross_attention(self, rows: np.ndarray, query_start_loc: Tensor) -> CrossAttention:
-        """For a batch.
+        """Cross-attention input of a batch.
 
         Args:
-            rows: ``[items]``: the rows of its sequences.
-            query_start_loc: as of ``AttentionMetadata``.
+            rows: row of each item, ``[items]``.
+            query_start_loc: see ``AttentionMetadata``.
         """
         tables = self._windows[rows][:, None] * self._window_blocks + np.arange(self._window_blocks)
         lengths = torch.full((len(rows),), self._length, dtype=torch.int32)
@@ -112,7 +115,7 @@ class SpeechStates:
         return CrossAttention(self._cache, metadata, layers)
 
     def collect(self, rows: np.ndarray, cross: CrossAttention) -> None:
-        """Keep the queries that the forward pass of a batch has computed for rows that ask for times."""
+        """Keep the queries recorded by a forward pass for rows with requested token times."""
         if not cross.recorded_layers:
             return
         starts = cross.attention.query_start_loc.tolist()
@@ -122,8 +125,8 @@ class SpeechStates:
                 aligned.queries.append(torch.stack(heads))
 
     def take_times(self, row: int) -> np.ndarray | None:
-        """The times of a row's tokens, ``[1, tokens]`` float32 as of ``Alignment``, once all are computed; None for a
-        row that does not ask for them."""
+        """Times of a row's tokens (see ``Alignment``), ``[1, tokens]`` float32. Call it once all tokens are computed.
+        None if they are not requested."""
         aligned = self._aligned.pop(row, None)
         if aligned is None:
             return None
@@ -138,7 +141,7 @@ class SpeechStates:
         return times.astype(np.float32)[None]
 
     def _read_keys(self, layer: int, slots: Tensor) -> Tensor:
-        """The keys of a layer in the cache, ``[slots, heads, head_dim]``."""
+        """Read keys of a layer from the cache, ``[slots, heads, head_dim]``."""
         spec, count = self._specs[layer], len(slots)
         size = count * spec.bytes_per_token
         layout = TransferLayout(count, size, 0, spec.kv_heads, spec.bytes_per_vector)

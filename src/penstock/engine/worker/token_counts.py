@@ -1,4 +1,4 @@
-"""Token counts of a row, for penalties: kept from step to step, so that a step counts only its new tokens."""
+"""Token counts of a row, for penalties. They are updated incrementally: each step counts only new tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 class TokenCounts:
-    """How often each token occurs among a row's leading tokens: in all of them, and in the output.
+    """Number of occurrences of each token among a row's leading tokens: in prompt and output, and in the output.
 
     Args:
         prompt_length: number of tokens before the output.
@@ -25,8 +25,8 @@ class TokenCounts:
         return copy
 
     def rewind(self, length: int) -> None:
-        """Remove all but the first ``length`` tokens from the counts: to be called where later ones were replaced, or
-        were draft tokens."""
+        """Remove all but the first ``length`` tokens from the counts. Required if later tokens were replaced, or were
+        draft tokens."""
         while len(self._counted) > length:
             token = self._counted.pop()
             self._all.remove(token)
@@ -34,11 +34,11 @@ class TokenCounts:
                 self._output.remove(token)
 
     def count(self, tokens: np.ndarray, length: int) -> None:
-        """Update the counts to be those of the first ``length`` tokens.
+        """Update the counts to the first ``length`` tokens.
 
         Args:
-            tokens: ``[at least length]`` int32: the row's tokens. Tokens that were counted by an earlier call must not
-                have changed, unless ``rewind`` has removed them.
+            tokens: the row's tokens, ``[at least length]`` int32. Tokens counted by an earlier call must not have
+                changed, unless ``rewind`` has removed them.
         """
         self.rewind(length)
         done = len(self._counted)
@@ -50,52 +50,52 @@ class TokenCounts:
 
     @property
     def token_ids(self) -> np.ndarray:
-        """The distinct tokens of prompt and output, ``[tokens]`` int64."""
+        """Distinct tokens of prompt and output, ``[tokens]`` int64."""
         return self._all.token_ids
 
     @property
     def output_ids(self) -> np.ndarray:
-        """The distinct tokens of the output, ``[output tokens]`` int64."""
+        """Distinct tokens of the output, ``[output tokens]`` int64."""
         return self._output.token_ids
 
     @property
     def output_counts(self) -> np.ndarray:
-        """How often each of ``output_ids`` occurs in the output, ``[output tokens]`` int64."""
-        return self._output.times
+        """Number of occurrences of each of ``output_ids`` in the output, ``[output tokens]`` int64."""
+        return self._output.counts
 
 
 class _Table:
-    """Distinct tokens in the order of their first occurrence, and their counts."""
+    """Distinct tokens in order of first occurrence, and their counts."""
 
     def __init__(self) -> None:
         self._columns: dict[int, int] = {}
-        """Token → its column in ``_held``."""
-        self._held = np.zeros((2, 64), np.int64)
-        """Token and count in each column; columns beyond ``len(_columns)`` are spare."""
+        """Token → its column in ``_data``."""
+        self._data = np.zeros((2, 64), np.int64)
+        """Token and count of each column. Columns beyond ``len(_columns)`` are unused."""
 
     def copy(self) -> _Table:
         copy = _Table()
-        copy._columns, copy._held = self._columns.copy(), self._held.copy()
+        copy._columns, copy._data = self._columns.copy(), self._data.copy()
         return copy
 
     def add(self, token: int) -> None:
         column = self._columns.setdefault(token, len(self._columns))
-        if column == self._held.shape[1]:
-            self._held = np.concatenate((self._held, np.zeros_like(self._held)), 1)
-        self._held[0, column] = token
-        self._held[1, column] += 1
+        if column == self._data.shape[1]:
+            self._data = np.concatenate((self._data, np.zeros_like(self._data)), 1)
+        self._data[0, column] = token
+        self._data[1, column] += 1
 
     def remove(self, token: int) -> None:
-        """Undo the last ``add``, whose token was ``token``."""
+        """Undo the last ``add``, which added ``token``."""
         column = self._columns[token]
-        self._held[1, column] -= 1
-        if not self._held[1, column]:  # its first occurrence was the last one of all: it is in the last column
+        self._data[1, column] -= 1
+        if not self._data[1, column]:  # it was added last, so it has the last column
             del self._columns[token]
 
     @property
     def token_ids(self) -> np.ndarray:
-        return self._held[0, : len(self._columns)]
+        return self._data[0, : len(self._columns)]
 
     @property
-    def times(self) -> np.ndarray:
-        return self._held[1, : len(self._columns)]
+    def counts(self) -> np.ndarray:
+        return self._data[1, : len(self._columns)]

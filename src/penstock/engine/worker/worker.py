@@ -1,4 +1,4 @@
-"""The worker: model, KV cache and rows of one rank. It computes steps, and knows neither scheduler nor requests."""
+"""The worker: model, KV cache and rows of one rank. It computes steps, independent of scheduler and requests."""
 
 from __future__ import annotations
 
@@ -73,19 +73,20 @@ from .speech import SpeechStates
 logger = logging.getLogger(__name__)
 
 MAX_DRAFTER_ERRORS = 8
-"""Number of errors of ``WorkerDrafter.after_step`` after which it is not called any more."""
+"""Number of errors of ``WorkerDrafter.after_step`` after which it is no longer called."""
 
 
 class Worker:
-    """Computes steps. ``call`` ``LoadModel``, ``ProfileMemory`` and ``InitCache`` once each, in this order, before
-    ``execute``, all in the same thread; only adapters and other weights are read in another.
-    All ranks of a group make the same calls. They compute the same, except that each has its shard of the layers'
-    outputs.
+    """Computes steps.
+
+    ``call`` ``LoadModel``, ``ProfileMemory`` and ``InitCache`` once each, in this order, before ``execute``, all in the
+    same thread. Only files of adapters and new weights are read in another thread. All ranks of a group make the same
+    calls. They compute the same, except that each computes its shard of the layers' outputs.
 
     Args:
-        options: of the engine.
-        group: the rank that this worker is.
-        stage: the pipeline stage that it belongs to.
+        options: options of the engine.
+        group: tensor-parallel group, as seen by this rank.
+        stage: pipeline stage of this rank.
     """
 
     def __init__(self, options: EngineOptions, group: Group = SINGLE_RANK, stage: PipelineStage = SINGLE_STAGE) -> None:
@@ -93,19 +94,20 @@ class Worker:
         self._group = group
         self._stage = stage
         self._runners: list[ModelRunner] = []
-        """Of the model, and of the draft model if there is one."""
+        """Runners of the model and, if there is one, of the draft model."""
         self._forks: dict[int, list[int]] = defaultdict(list)
+        """Rows forked in the current step, by parent row."""
         self._drafter: WorkerDrafter | None = None
         self._drafter_errors = 0
         self._reads = BackgroundReads()
         self.asynchronous = False
-        """Whether ``submit`` returns before the device has computed the step."""
+        """True if ``submit`` returns before the device has computed the step."""
         self._in_flight: deque[PendingStep] = deque()
-        """Steps that may not be complete, the oldest first; where the workers are ``asynchronous``."""
+        """Steps that may be incomplete, oldest first. Used if ``asynchronous``."""
         self._num_blocks = (0, 0)
-        """KV blocks on the device and in host memory."""
+        """Number of KV blocks on the device and in host memory."""
 
-    # --- The start --------------------------------------------------------------------------------------------------
+    # --- Start ------------------------------------------------------------------------------------------------------
 
     def _load(self, weights: str) -> ModelInfo:
         """Execute ``LoadModel``."""
@@ -115,7 +117,7 @@ class Worker:
         speculative = SpeculativeConfig.read(options.speculative_config)
         tree = speculative.tree if speculative else None
         num_scratch_blocks = tree.scratch_blocks(options.block_size) if tree else 0
-        path_rows = range(rows, rows + num_scratch_blocks)  # each path takes a block or more
+        path_rows = range(rows, rows + num_scratch_blocks)  # each path takes at least one block
         self._batch = InputBatch(path_rows.stop, loaded.max_model_len, options.block_size)
         self._tree_memory = TreeMemory(self._batch, options.block_size, path_rows, num_scratch_blocks)
         self._drafts = StepDrafts(self._batch, self._tree_memory)
@@ -166,12 +168,12 @@ class Worker:
             self._drafter = DraftModel(self._runners[1], self._batch, size, tokens)
         elif loaded.model.draft_heads:
             self._drafter = HeadDrafter(self._runner, self._batch, tree, self._tree_memory)
-        waits = self._drafter or self._images  # embeddings are made of tokens that the host knows
-        self.asynchronous = loaded.ops.ASYNCHRONOUS and self._stage.size == 1 and not waits
+        needs_tokens = self._drafter or self._images  # they use the values of sampled tokens on the host
+        self.asynchronous = loaded.ops.ASYNCHRONOUS and self._stage.size == 1 and not needs_tokens
         return msgspec.structs.replace(loaded.info, drafts=self._drafter is not None, asynchronous=self.asynchronous)
 
     def use_device(self) -> None:
-        """Make the model's GPU, if it has one, the current one of this thread, which others than ``load``'s need."""
+        """Make the model's GPU the current one of this thread. Needed in threads other than that of ``LoadModel``."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
@@ -182,7 +184,7 @@ class Worker:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info(self._device)
-        else:  # weights that are mapped from a disk count as free, but every step needs them
+        else:  # weights mapped from a file count as free memory, but every step needs them
             total = 0
             free = free_host_bytes() // self._local_ranks - sum(runner.model.mapped_bytes for runner in runners)
         if self._images:
@@ -207,7 +209,7 @@ class Worker:
 
     def _allocate_cache(self) -> None:
         blocks, host_blocks = self._num_blocks
-        load = self._expert_load.read()  # a GPU computes some steps while it captures graphs
+        load = self._expert_load.read()  # capturing CUDA graphs computes steps, which must not count
         self._runner.init_cache(blocks, host_blocks, self._kv_copies.exports)
         if self._drafter:
             self._drafter.init_cache(blocks)
@@ -215,11 +217,12 @@ class Worker:
 
     @property
     def _local_ranks(self) -> int:
-        """Number of ranks on this machine, those of other replicas included."""
+        """Number of ranks on this machine, including those of other replicas."""
         return self._group.size * self._stage.size // self._options.nnodes * self._options.data_parallel_size
 
     def close(self) -> None:
-        """Free the KV caches and what was captured; nothing may be called afterwards. Weights go with the worker."""
+        """Free the KV caches and captured forward passes. The worker cannot be used afterwards. Weights are freed with
+        this object."""
         self._in_flight.clear()
         for runner in self._runners:
             runner.free()
@@ -227,20 +230,16 @@ class Worker:
     # --- Steps ------------------------------------------------------------------------------------------------------
 
     def execute(self, step: StepInput, grammar_bitmask: Future[np.ndarray] | None = None) -> StepOutput:
-        """Compute a step, which fails on all ranks where it fails on one. The output is that of the last stage; before
-        it, there is none.
+        """Compute a step. If it fails on one rank, it fails on all. The output is empty on all stages but the last.
 
         Args:
-            grammar_bitmask: as in ``Executor.submit``; waited for after the forward pass.
+            grammar_bitmask: see ``Executor.submit``. Awaited after the forward pass.
         """
         return self.submit(step, grammar_bitmask)()
 
     def submit(self, step: StepInput, grammar_bitmask: Future[np.ndarray] | None = None) -> Callable[[], StepOutput]:
-        """Compute a step, or start it where the workers are ``asynchronous``. Arguments as for ``execute``.
-
-        Returns:
-            Waits for the step and returns its output, or raises its error.
-        """
+        """Compute a step, or start it if ``asynchronous``. Arguments are those of ``execute``. Returns a function that
+        waits for the step and returns its output, or raises its error."""
         try:
             return self._submit(step, grammar_bitmask)
         except Exception as error:
@@ -253,7 +252,7 @@ class Worker:
             if verified:
                 self._after_step(verified)
             return lambda: output
-        # A step may refer to tokens that the one before it samples, unless the host has to know them.
+        # A step may use tokens that the previous step is still sampling, unless the host needs their values.
         reads_tokens = len(step.drafts) or any([self._batch.needs_token_values(row) for row in step.rows.tolist()])
         while len(self._in_flight) > (0 if reads_tokens else 1):
             self._in_flight.popleft().complete()
@@ -267,7 +266,7 @@ class Worker:
 
     @contextmanager
     def _step(self) -> Iterator[None]:
-        """Context of a computation that fails on all ranks where it fails on one."""
+        """Context of a computation that fails on all ranks if it fails on one."""
         try:
             with torch.inference_mode(), self._group.step():
                 yield
@@ -279,8 +278,8 @@ class Worker:
     def _start(
         self, step: StepInput, grammar_bitmask: Future[np.ndarray] | None
     ) -> Callable[[], tuple[StepOutput, VerifiedStep | None]]:
-        """Start a step. Returns the function that waits for its output, and for the drafter's input; None without a
-        drafter."""
+        """Start a step. Returns a function that waits for its output, and for the input of the drafter (None without a
+        drafter)."""
         self.poll()
         self._apply(step.updates)
         if self._images:
@@ -328,10 +327,10 @@ class Worker:
         return finish
 
     def call(self, call: WorkerCall) -> Future[Any]:
-        """Execute a call between two steps. The future is done when this returns, except for ``LoadLoRA`` and
-        ``LoadWeights``: there ``poll`` completes it once the files have been read."""
+        """Execute a call between two steps. The returned future is done, except for ``LoadLoRA`` and ``LoadWeights``,
+        where ``poll`` completes it once the files have been read."""
         done: Future[Any] = Future()
-        answer: Any = None
+        result: Any = None
         match call:
             case LoadLoRA(slot, path):
                 return self._reads.submit(partial(self._adapters.read, path), partial(self._adapters.fill, slot))
@@ -339,49 +338,48 @@ class Worker:
                 self._swap.check_memory()
                 return self._reads.submit(partial(self._swap.read, path), self._swap.keep)
             case LoadModel(weights):
-                answer = self._load(weights)
+                result = self._load(weights)
             case ProfileMemory():
-                answer = self._profile()
+                result = self._profile()
             case InitCache():
                 self._init_cache(call)
             case ChangeWeights(action):
                 self._change_weights(action)
             case FreeMemory(level):
-                answer = self._free_memory(level)
+                result = self._free_memory(level)
             case AllocateCache():
                 self._allocate_cache()
             case UnloadLoRA(slot):
                 self._adapters.empty(slot)
             case Propose():
-                answer = self._propose(call)
+                result = self._propose(call)
             case ExportKV(first, last, slots, places):
                 self._kv_copies.export_tokens(first, last, slots, places)
             case ImportKV(first, last, slots, places):
                 self._kv_copies.import_tokens(first, last, slots, places)
             case ReadExpertLoad(reset):
-                answer = self._expert_load.read()
+                result = self._expert_load.read()
                 if reset:
                     self._expert_load.write({})
             case DeviceMemory():
-                answer = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
-        done.set_result(answer)
+                result = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
+        done.set_result(result)
         return done
 
     @property
     def pending_loads(self) -> list[Future[Any]]:
-        """Futures of the files that are being read; once one is done, ``poll`` has to be called."""
+        """Futures of the files being read. Call ``poll`` when one is done."""
         return self._reads.pending
 
     def poll(self) -> None:
-        """Put adapters that have been loaded into their slots, keep weights that have been loaded, and complete the
-        futures of their calls."""
+        """Put loaded adapters into their slots, keep loaded weights, and complete the futures of their calls."""
         if self._reads.unfinished:
             self._reads.poll()
 
     # --- Parts of a step --------------------------------------------------------------------------------------------
 
     def _apply(self, updates: RowUpdates) -> None:
-        """Apply updates: to rows first, which cannot fail. Where moving blocks fails, the rows are up to date."""
+        """Apply updates. Rows come first, as that cannot fail: if moving blocks fails, the rows are up to date."""
         self._forks.clear()
         self._batch.apply(updates)
         for row, parent, _ in updates.forks.reshape(-1, 3).tolist():
@@ -398,7 +396,7 @@ class Worker:
         self, step: StepInput, num_tokens: np.ndarray, num_states: np.ndarray
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute the step's tokens with this stage's layers. Returns the hidden states of each item's last
-        ``num_states`` tokens, before the last stage the input of the next stage for them, and
+        ``num_states`` tokens (on all stages but the last, the next stage's input), and
         ``Batch.aux_hidden_states``."""
         first_states = None
         if self._batch.any_prompt_outputs:
@@ -436,29 +434,29 @@ class Worker:
         hidden: Tensor,
         grammar_bitmask: np.ndarray | None,
     ) -> Callable[[], dict[int, SampledTokens]]:
-        """Sample for each row. Returns the function that waits for the tokens, writes them to the batch, and returns
-        what each row sampled, in the order of ``StepOutput.sampled``.
+        """Sample for each row. Returns a function that waits for the tokens, writes them to the batch, and returns them
+        by row, in the order of ``StepOutput.sampled``.
 
         Args:
-            ends: ``[items]``: end of each item's hidden states in ``hidden``.
+            ends: end of each item's hidden states in ``hidden``, ``[items]``.
             forks: rows forked in this step, by parent row.
-            hidden: ``[states, hidden]``, each item's trailing hidden states.
+            hidden: trailing hidden states of each item, ``[states, hidden]``.
         """
         positions: list[Position] = []
         states: list[int] = []
         sampling: list[tuple[int, int, int]] = []
-        drafts = step.drafts.tolist() if len(step.drafts) else repeat(0)  # as many as there are items
+        drafts = step.drafts.tolist() if len(step.drafts) else repeat(0)
         lengths = (step.starts + step.lengths).tolist()
         items = zip(step.needs_sample.tolist(), step.rows.tolist(), lengths, drafts, ends.tolist(), strict=False)
         for samples, number, length, drafted, end in items:
             if not samples:
                 continue
-            for own in (number, *forks[number]) if number in forks else (number,):
-                row = self._batch.row(own)
-                sampling.append((own, length, drafted))
-                for place, depth in enumerate(self._drafts.depths(own, drafted) if drafted else (0,)):
+            for row_number in (number, *forks[number]) if number in forks else (number,):
+                row = self._batch.row(row_number)
+                sampling.append((row_number, length, drafted))
+                for i, depth in enumerate(self._drafts.depths(row_number, drafted) if drafted else (0,)):
                     positions.append(row.position(length + depth))
-                    states.append(end - 1 - drafted + place)
+                    states.append(end - 1 - drafted + i)
         if not positions:
             return dict
         if states != list(range(len(hidden))):
@@ -470,11 +468,11 @@ class Worker:
         return lambda: self._record(sampling, samples.result())
 
     def _record(self, sampling: list[tuple[int, int, int]], sampled: list[SampledTokens]) -> dict[int, SampledTokens]:
-        """Write sampled tokens to the batch, as far as drafts are accepted. Returns what each row sampled.
+        """Accept drafts, and write the sampled tokens to the batch. Returns the sampled tokens by row.
 
         Args:
-            sampling: row, length before the sampled token, and number of draft tokens, of each row.
-            sampled: what was sampled at each position.
+            sampling: row number, length before the sampled token, and number of draft tokens of each row.
+            sampled: result of each position.
         """
         tokens, by_row, at = self._batch.tokens, dict[int, SampledTokens](), 0
         for row_number, length, drafted in sampling:
@@ -495,7 +493,7 @@ class Worker:
     # --- Drafts -----------------------------------------------------------------------------------------------------
 
     def _propose(self, call: Propose) -> list[list[int] | None]:
-        """The answer to ``Propose``. An error of the drafter is logged, since it must not end the step's requests."""
+        """Execute ``Propose``. An error of the drafter is only logged, as it must not end requests."""
         assert self._drafter is not None
         with self._step():
             self._apply(call.updates)
@@ -505,13 +503,13 @@ class Worker:
         except Exception:
             logger.warning("the drafter has failed", exc_info=True)
             return [None] * len(call.rows)
-        finally:  # draft tokens are not tokens of the row before they are accepted
+        finally:  # draft tokens do not belong to the row until they are accepted
             for row, length in zip(call.rows.tolist(), call.lengths.tolist(), strict=True):
                 if counts := self._batch.row(row).counts:
                     counts.rewind(length)
 
     def _after_step(self, step: VerifiedStep) -> None:
-        """Pass a step to the drafter. An error is logged: it costs drafts, and must not end the step's requests."""
+        """Pass a step to the drafter. An error is only logged, as it must not end requests."""
         assert self._drafter is not None
         if self._drafter_errors >= MAX_DRAFTER_ERRORS:
             return
@@ -520,7 +518,7 @@ class Worker:
                 self._drafter.after_step(step)
         except Exception:
             self._drafter_errors += 1
-            logger.exception("the drafter has failed after a step (%d times now)", self._drafter_errors)
+            logger.exception("the drafter has failed after a step (%d times so far)", self._drafter_errors)
 
     # --- Weights and memory ------------------------------------------------------------------------------------------
 
@@ -528,7 +526,7 @@ class Worker:
         """Execute ``ChangeWeights``."""
         self._complete_steps()
         if self._speech:
-            self._speech.forget()
+            self._speech.clear()
         match action:
             case "swap":
                 self._swap.swap()
@@ -540,8 +538,8 @@ class Worker:
             self._drafter.reset()
 
     def _free_memory(self, level: int) -> bool:
-        """Execute ``FreeMemory``; returns whether the weights were dropped, too. On a CPU, level 1 keeps them: they
-        would be kept in the same memory."""
+        """Execute ``FreeMemory``. Returns True if the weights were dropped, too. On a CPU, level 1 keeps them, as a
+        copy would be in the same memory."""
         drops = level > 1 or self._device.type == "cuda"
         self._complete_steps()
         for runner in self._runners:
@@ -549,7 +547,7 @@ class Worker:
         if self._images:
             self._images.clear()
         if self._speech:
-            self._speech.forget()
+            self._speech.clear()
         if self._drafter:
             self._drafter.reset()
         if drops:

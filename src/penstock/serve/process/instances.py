@@ -287,7 +287,6 @@ class Instances:
         )
 
 
-def _is_unchanged(engine: _Engine) -> bool:
-    """True if an engine in use is connected and still matches its announcement."""
-    report = engine.client.engine
-    return report is not None and engine.instance is not None and engine.instance.is_of(report)
+def _is_there(one: _Found) -> bool:
+    """Whether an engine that is used is connected, and still what it was."""
+    return one.client.engine is not None and one.instance is not None and one.instance.matches(one.client.engine)

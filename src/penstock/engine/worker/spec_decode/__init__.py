@@ -1,1 +1,1 @@
-"""The worker's part of speculative decoding: drafters, token trees, and the acceptance of drafts."""
+"""The worker's part of speculative decoding: drafters, token trees, and acceptance of drafts."""

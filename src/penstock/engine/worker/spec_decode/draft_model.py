@@ -1,4 +1,4 @@
-"""The draft model: a smaller model that drafts tokens for a larger one."""
+"""Drafting with a draft model: a smaller model with the same vocabulary."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .drafter import DraftBuilder, VerifiedStep
 class DraftModel:
     """Drafts by sampling from the draft model, with each row's sampling parameters and random numbers.
 
-    It has a KV cache of its own, in which a sequence has blocks of the same numbers as in the model's. Tokens whose
-    keys and values are missing there are computed in ``propose``, a whole prompt as well as a single token.
+    The draft model has a separate KV cache, in which a sequence uses the same block numbers as in the model's.
+    ``propose`` computes all tokens whose keys and values are missing there, be it a whole prompt or a single token.
 
     Args:
-        runner: of the draft model.
+        runner: runner of the draft model.
         batch: the worker's rows.
-        block_size: tokens of a KV block.
-        max_tokens: maximum number of tokens of a forward pass.
+        block_size: number of tokens per KV block.
+        max_tokens: maximum number of tokens per forward pass.
     """
 
     needs_all_hidden_states = False
@@ -31,10 +31,10 @@ class DraftModel:
         self._block_size = block_size
         self._max_tokens = max_tokens
         self._computed = np.zeros(len(batch.rows), np.int64)
-        """``[rows]``: leading tokens of each row whose keys and values are in this cache."""
+        """Number of leading tokens of each row with keys and values in this cache, ``[rows]``."""
         self._filled = np.zeros(0, bool)
-        """``[blocks]``: whether a block has the keys and values of the same tokens as in the model's cache. Rows that
-        start from the prefix cache find them here, too."""
+        """True for each block with the same tokens as in the model's cache, ``[blocks]``. Rows that start from the
+        prefix cache reuse these blocks here, too."""
 
     def init_cache(self, blocks: int) -> None:
         self._runner.init_cache(blocks, 0)
@@ -68,26 +68,26 @@ class DraftModel:
             missing = length - int(self._computed[row])
             if missing <= budget:
                 drafting.append(i)
-            elif budget:  # compute as much as there is room for; a later call drafts
+            elif budget:  # compute as many as possible now; a later call drafts
                 self._compute([row], [budget], length, sample=False)
             budget = max(budget - missing, 0)
-        for place in range(int(counts.max(initial=0))):
-            drafting = [i for i in drafting if counts[i] > place]
+        for index in range(int(counts.max(initial=0))):
+            drafting = [i for i in drafting if counts[i] > index]
             if not drafting:
                 break
-            own = rows[drafting]
-            ends = lengths[drafting] + place
-            sampled = self._compute(own, ends - self._computed[own], lengths[drafting], sample=True)
-            going = list[int]()
-            for i, row, end, result in zip(drafting, own, ends, sampled, strict=True):
+            chosen = rows[drafting]
+            ends = lengths[drafting] + index
+            sampled = self._compute(chosen, ends - self._computed[chosen], lengths[drafting], sample=True)
+            continuing = list[int]()
+            for i, row, end, result in zip(drafting, chosen, ends, sampled, strict=True):
                 if (token := drafts.add(i, result)) is not None:
                     self._batch.tokens[row, end] = token
-                    going.append(i)
-            drafting = going
+                    continuing.append(i)
+            drafting = continuing
         return drafts.token_ids
 
     def after_step(self, step: VerifiedStep) -> None:
-        """Forget the keys and values of draft tokens that were not accepted."""
+        """Discard the keys and values of draft tokens that were not accepted."""
         rows, sampled = step.rows, step.sampled
         accepted = np.array([len(sampled[row].token_ids) - 1 if row in sampled else 0 for row in rows.tolist()])
         ends = step.starts + step.lengths + np.maximum(accepted, 0)
@@ -103,8 +103,8 @@ class DraftModel:
         """Compute the next ``counts`` tokens of each row that are missing in the cache.
 
         Args:
-            known: tokens of each row that are not draft tokens.
-            sample: whether to sample the token after them; otherwise returns an empty list.
+            known: length of each row without draft tokens.
+            sample: sample the token after them; otherwise return an empty list.
         """
         rows, counts = np.asarray(rows), np.asarray(counts)
         starts = self._computed[rows]
@@ -115,6 +115,5 @@ class DraftModel:
             self._filled[self._batch.tables[row, first:end]] = True
         if not sample:
             return []
-        own = [self._batch.row(row) for row in rows]
-        positions = [row.draft_position(end) for row, end in zip(own, ends.tolist(), strict=True)]
+        positions = [self._batch.row(row).draft_position(end) for row, end in zip(rows, ends.tolist(), strict=True)]
         return self._runner.sample(hidden, positions).result()

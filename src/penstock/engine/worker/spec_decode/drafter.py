@@ -1,4 +1,4 @@
-"""Drafters that run in the worker: a draft model, or heads on the model's hidden states."""
+"""Interface of drafters that run in the worker: a draft model, or draft heads."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from ...step import RowUpdates, SampledTokens
 
 
 class VerifiedStep(NamedTuple):
-    """A computed step, whose draft tokens are verified and whose sampled tokens are written to the batch. Items are
-    those of ``StepInput``; arrays are int32."""
+    """A computed step: draft tokens are verified, and sampled tokens written to the batch. Items are those of
+    ``StepInput``. Arrays are ``[items]`` int32."""
 
     rows: np.ndarray
-    """``[items]``"""
+    """Row numbers."""
     starts: np.ndarray
-    """``[items]``: position of the first token computed."""
+    """Position of the first computed token."""
     lengths: np.ndarray
-    """``[items]``: tokens computed, draft tokens not counted."""
+    """Number of computed tokens without draft tokens."""
     drafts: np.ndarray
-    """``[items]``: number of draft tokens, 0 where there were none."""
+    """Number of draft tokens."""
     sampled: dict[int, SampledTokens]
-    """What each row sampled, by row; rows that did not sample are missing."""
+    """Row → sampled tokens. Rows that did not sample are absent."""
     forks: dict[int, list[int]]
-    """Rows that were forked in this step, by parent row."""
+    """Parent row → rows forked in this step."""
     hidden: Tensor
-    """``[tokens, hidden]`` in the model's dtype: the last hidden states of all tokens of all items, draft tokens
-    included, where the drafter ``needs_all_hidden_states``; else only those that sampling needed. Of a model with
-    ``aux_hidden_state_layers`` the hidden states of these, one beside the other, of all tokens."""
+    """Last hidden states, ``[tokens, hidden]`` in the model's dtype: of all tokens including draft tokens if the
+    drafter ``needs_all_hidden_states``, otherwise only of tokens needed for sampling. For a model with
+    ``aux_hidden_state_layers`` the concatenated hidden states of these layers, of all tokens."""
     accepted: dict[int, list[int]]
-    """By row, where its draft was a tree: indices of the accepted ones among its draft tokens."""
+    """Row → indices of the accepted draft tokens, for rows with trees."""
 
 
 class DraftBuilder:
-    """Builds the drafts of some rows, one token at a time.
+    """Builds the drafts of several rows, one token at a time.
 
     Args:
         count: number of rows.
@@ -45,11 +45,11 @@ class DraftBuilder:
 
     def __init__(self, count: int) -> None:
         self.token_ids: list[list[int] | None] = [[] for _ in range(count)]
-        """The drafts, as ``Propose`` is answered: None for a row whose draft has failed."""
+        """Draft of each row; None if drafting has failed (see ``step.Propose``)."""
 
     def add(self, index: int, sampled: SampledTokens) -> int | None:
-        """Append a sampled token to the draft of row ``index``, and return it. Returns None where sampling failed: the
-        draft ends there. Where the drafter's logits are not finite, the row's draft becomes None."""
+        """Append a sampled token to the draft of row ``index``, and return it. Returns None if sampling failed, which
+        ends the draft. If the drafter's logits are not finite, the row's draft becomes None."""
         if not sampled.failure:
             (token,) = sampled.token_ids
             draft = self.token_ids[index]
@@ -69,21 +69,21 @@ class WorkerDrafter(Protocol):
     """
 
     needs_all_hidden_states: bool
-    """Whether ``after_step`` reads the hidden states of all tokens of a step."""
+    """True if ``after_step`` needs the hidden states of all tokens of a step."""
 
     def init_cache(self, blocks: int) -> None:
-        """Allocate the drafter's KV cache, of as many blocks as the model's; a sequence has the same block numbers in
-        both."""
+        """Allocate the drafter's KV cache. It has as many blocks as the model's, and a sequence uses the same block
+        numbers in both."""
         ...
 
     def apply(self, updates: RowUpdates) -> None:
-        """Apply changes of rows, which are applied to the batch already."""
+        """Apply row updates. They are applied to the batch already."""
         ...
 
     def propose(
         self, rows: np.ndarray, lengths: np.ndarray, counts: np.ndarray, trees: np.ndarray
     ) -> list[list[int] | None]:
-        """Draft tokens: arguments and result are those of the message ``step.Propose``."""
+        """Draft tokens. Arguments and result are those of ``step.Propose``."""
         ...
 
     def after_step(self, step: VerifiedStep) -> None:
@@ -91,5 +91,5 @@ class WorkerDrafter(Protocol):
         ...
 
     def reset(self) -> None:
-        """Forget what was computed; called after an error, since ranks may have computed different parts."""
+        """Discard all computed state. Called after an error, when ranks may have computed different parts."""
         ...

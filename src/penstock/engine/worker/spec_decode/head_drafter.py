@@ -1,5 +1,4 @@
-"""Draft heads: what drafts the tokens after the next one from the model's hidden states, as MTP layers do, and heads of
-EAGLE and Medusa."""
+"""Drafting with heads that read the model's hidden states: MTP layers, EAGLE and Medusa."""
 
 from __future__ import annotations
 
@@ -20,17 +19,17 @@ from .tree_drafter import TreeDrafter
 from .tree_rows import TreeMemory
 
 MAX_PENDING = 16
-"""Tokens of a row that wait for the next draft, which reads them with one call. While there are no drafts, a head costs
-one call in so many steps."""
+"""Maximum number of tokens of a row that wait until the next draft reads them with one call. While nothing is drafted,
+the head is called once in ``MAX_PENDING`` steps."""
 
 
 class Pending(NamedTuple):
-    """A row's newest tokens, which the first head has not read yet."""
+    """The newest tokens of a row, not yet read by the first head."""
 
     start: int
-    """Position of the first one."""
+    """Position of the first token."""
     states: Tensor
-    """``[tokens, hidden]``: the model's hidden states."""
+    """Hidden states of the model, ``[tokens, hidden]``."""
 
     @property
     def end(self) -> int:
@@ -38,16 +37,16 @@ class Pending(NamedTuple):
 
 
 class HeadDrafter:
-    """Drafts with the model's ``draft_heads``, which read its hidden states.
+    """Drafts with the model's ``draft_heads``.
 
-    Heads have keys and values of their own in the model's KV cache. They are missing for the last tokens of a cached
-    prefix, and in one that comes from a lower tier, which only lowers acceptance.
+    The model's KV cache includes layers for the heads' keys and values. These are missing for the last tokens of a
+    cached prefix, and for prefixes loaded from a lower tier, which only lowers acceptance.
 
     Args:
-        runner: of the model.
+        runner: runner of the model.
         batch: the worker's rows.
-        tree: shape of trees of draft tokens; None where drafts are chains.
-        memory: for the paths of trees.
+        tree: shape of token trees; None: draft chains.
+        memory: rows and blocks for the paths of trees.
     """
 
     def __init__(self, runner: ModelRunner, batch: InputBatch, tree: TokenTree | None, memory: TreeMemory) -> None:
@@ -56,10 +55,10 @@ class HeadDrafter:
         self._trees = TreeDrafter(self._heads, tree, memory) if tree else None
         self.needs_all_hidden_states = not runner.model.aux_hidden_state_layers
         self._pending: dict[int, Pending] = {}
-        """By row number."""
+        """Row number → pending tokens."""
 
     def init_cache(self, blocks: int) -> None:
-        """Nothing to do: the heads' cache is part of the model's."""
+        """Do nothing: the heads' cache is part of the model's."""
 
     def apply(self, updates: RowUpdates) -> None:
         for new in updates.new:
@@ -80,10 +79,9 @@ class HeadDrafter:
             return drafts.token_ids
         states = self._read_pending(rows[drafting].tolist())
         if self._trees and len(trees) and (chosen := np.flatnonzero(trees[drafting])).size:
-            own = np.array(drafting)[chosen]
-            for i, tree in zip(
-                own.tolist(), self._trees.propose(rows[own], lengths[own], counts[own], states[chosen]), strict=True
-            ):
+            items = np.array(drafting)[chosen]
+            proposed = self._trees.propose(rows[items], lengths[items], counts[items], states[chosen])
+            for i, tree in zip(items.tolist(), proposed, strict=True):
                 drafts.token_ids[i] = tree
             chains = np.flatnonzero(trees[drafting] == 0)
             states, drafting = states[chains], [drafting[at] for at in chains.tolist()]
@@ -128,30 +126,30 @@ class HeadDrafter:
                 states, drafting = states[going], [drafting[at] for at in going]
 
     def after_step(self, step: VerifiedStep) -> None:
-        """Keep the hidden states of the step's tokens for the next draft, and have the first head read those of rows
-        that have too many."""
+        """Keep the hidden states of the step's tokens for the next draft. The first head reads those of rows with more
+        than ``MAX_PENDING``."""
         items: list[tuple[int, int, int]] = []
         states: list[int] = []
         end = 0
         columns = (step.rows, step.starts, step.lengths, step.drafts)
         for row, start, length, drafted in zip(*(column.tolist() for column in columns), strict=True):
             begin, end = end, end + length + drafted
-            for own in (row, *step.forks.get(row, ())):
-                result = step.sampled.get(own)
-                if self._batch.row(own).num_candidates or (result and result.failure):
+            for number in (row, *step.forks.get(row, ())):
+                result = step.sampled.get(number)
+                if self._batch.row(number).num_candidates or (result and result.failure):
                     continue
                 count = length + (len(result.token_ids) - 1 if result else 0)
-                first = 0 if own == row else count - 1  # forked rows share the blocks of all tokens but the last
-                items.append((own, start + first, count - first))
-                if own in step.accepted:
-                    computed = [*range(length), *(length + node for node in step.accepted[own])]
+                first = 0 if number == row else count - 1  # forked rows share the blocks of all tokens but the last
+                items.append((number, start + first, count - first))
+                if number in step.accepted:
+                    computed = [*range(length), *(length + node for node in step.accepted[number])]
                     states += [begin + i for i in computed[first:count]]
                 else:
                     states += range(begin + first, begin + count)
         if not items:
             return
-        own_states = step.hidden[states].split([count for _, _, count in items])
-        for (row, start, _), new in zip(items, own_states, strict=True):
+        by_item = step.hidden[states].split([count for _, _, count in items])
+        for (row, start, _), new in zip(items, by_item, strict=True):
             before = self._pending.get(row)
             if before and before.end == start:
                 start, new = before.start, torch.cat((before.states, new))
@@ -163,15 +161,15 @@ class HeadDrafter:
         self._pending.clear()
 
     def _read_pending(self, rows: list[int]) -> Tensor:
-        """Have the first head read the pending tokens of rows, which must have some. Returns its hidden state at each
-        row's last one, ``[rows, hidden]``."""
+        """Read the pending tokens of rows with the first head. Each row must have some. Returns the head's hidden state
+        at each row's last token, ``[rows, hidden]``."""
         pending = [self._pending.pop(row) for row in rows]
         combined = self._heads.combine_hidden_states(torch.cat([each.states for each in pending]))
         starts, counts = np.array([(each.start, len(each.states)) for each in pending]).T
         return self._heads.forward(0, np.array(rows), starts, counts, combined)
 
     def _read_all_but_last(self, rows: list[int]) -> None:
-        """Have the first head read the pending tokens of rows but for the newest, which a draft begins with."""
+        """Read the pending tokens of rows with the first head, except the newest, from which the next draft starts."""
         newest = dict[int, Pending]()
         for row in rows:
             start, states = self._pending[row]

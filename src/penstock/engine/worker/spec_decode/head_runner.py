@@ -13,11 +13,11 @@ from .tree_rows import SlotCopies
 
 
 class HeadRunner:
-    """Runs the ``draft_heads`` of a model, by the place of the drafted token: the first head drafts the first token,
-    and the last one all that are left, if it is ``recurrent``.
+    """Runs the ``draft_heads`` of a model. Methods take the index of the drafted token: each head drafts the token of
+    its index, and the last one, if ``recurrent``, all later tokens, too.
 
     Args:
-        runner: of the model.
+        runner: runner of the model.
         batch: the worker's rows.
     """
 
@@ -32,56 +32,56 @@ class HeadRunner:
 
     @property
     def recurrent(self) -> bool:
-        """Whether there is no limit to the length of a draft."""
+        """True if the length of a draft is not limited by the number of heads."""
         return self._runner.model.draft_heads[-1].recurrent
 
     def combine_hidden_states(self, states: Tensor) -> Tensor:
-        """``DraftHead.combine_hidden_states`` of the first head."""
+        """Call ``DraftHead.combine_hidden_states`` of the first head."""
         return self._runner.model.draft_heads[0].combine_hidden_states(states)
 
-    def forward(self, place: int, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, states: Tensor) -> Tensor:
-        """Compute ``counts`` positions from ``starts`` on of each row with the head of a place. Returns its hidden
-        state at each row's last position, ``[rows, hidden]``.
+    def forward(self, index: int, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, states: Tensor) -> Tensor:
+        """Compute ``counts`` positions of each row, from ``starts`` on. Returns the head's hidden state at each row's
+        last position, ``[rows, hidden]``.
 
         Args:
-            states: ``[counts.sum(), hidden]``: hidden states at these positions, of the model or of the head before.
+            states: hidden states of the model or the previous head at these positions, ``[counts.sum(), hidden]``.
         """
         batch = self._batch.flatten(rows, starts, counts, np.ones_like(counts), shift=1)
-        number = self._number(place)
+        number = self._number(index)
         head = self._runner.model.draft_heads[number]
         return head.forward(
             batch.to(states.device), states, self._runner.cache[self._layer(number)] if head.attention else None
         )
 
-    def sample(self, place: int, states: Tensor, rows: np.ndarray, lengths: np.ndarray) -> list[SampledTokens]:
+    def sample(self, index: int, states: Tensor, rows: np.ndarray, lengths: np.ndarray) -> list[SampledTokens]:
         """Sample a token after the first ``lengths`` tokens of each row.
 
         Args:
-            states: ``[rows, hidden]``, of the head of this place.
+            states: hidden states of the head, ``[rows, hidden]``.
         """
-        head = self._runner.model.draft_heads[self._number(place)]
+        head = self._runner.model.draft_heads[self._number(index)]
         return self._runner.sample(states, self._positions(rows, lengths), head=head).result()
 
     def sample_and_rank(
-        self, place: int, states: Tensor, rows: np.ndarray, lengths: np.ndarray, count: int
+        self, index: int, states: Tensor, rows: np.ndarray, lengths: np.ndarray, count: int
     ) -> tuple[list[SampledTokens], list[list[int]]]:
-        """``sample``, and the ``count`` likeliest tokens of each row, the likeliest first."""
-        head = self._runner.model.draft_heads[self._number(place)]
+        """Like ``sample``, and return also the ``count`` likeliest tokens of each row, the likeliest first."""
+        head = self._runner.model.draft_heads[self._number(index)]
         return self._runner.sample_and_rank(states, self._positions(rows, lengths), count, head)
 
-    def copy_slots(self, place: int, copies: SlotCopies) -> None:
-        """``ops.copy_slots`` in the cache of the head of a place, if it has one."""
-        number = self._number(place)
+    def copy_slots(self, index: int, copies: SlotCopies) -> None:
+        """Call ``ops.copy_slots`` for the head's cache, if it has one."""
+        number = self._number(index)
         if self._runner.model.draft_heads[number].attention:
             layer = self._layer(number)
             self._runner.copy_slots(*copies, layers=slice(layer, layer + 1))
 
-    def _number(self, place: int) -> int:
-        return min(place, self.count - 1)
+    def _number(self, index: int) -> int:
+        return min(index, self.count - 1)
 
     def _layer(self, number: int) -> int:
         return self._runner.model.config.num_layers + number
 
     def _positions(self, rows: np.ndarray, lengths: np.ndarray) -> list[Position]:
-        own = zip(rows.tolist(), lengths.tolist(), strict=True)
-        return [self._batch.row(row).draft_position(length) for row, length in own]
+        pairs = zip(rows.tolist(), lengths.tolist(), strict=True)
+        return [self._batch.row(row).draft_position(length) for row, length in pairs]

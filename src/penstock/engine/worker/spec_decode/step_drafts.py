@@ -1,4 +1,4 @@
-"""The draft tokens of a step: where they are computed, and which of them are accepted."""
+"""The draft tokens of a step: their rows, and their acceptance."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from .tree_rows import SlotCopies, TreeMemory, TreePaths, joined
 
 
 class StepDrafts:
-    """The draft tokens that a step verifies. Those of chains are in the rows of their sequences, and those of trees in
-    rows of their paths.
+    """The draft tokens verified by a step. Chains are in the rows of their sequences, trees in rows of their paths.
 
     Args:
         batch: the worker's rows.
-        memory: for the paths of trees.
+        memory: rows and blocks for the paths of trees.
     """
 
     def __init__(self, batch: InputBatch, memory: TreeMemory) -> None:
         self._batch = batch
         self._memory = memory
         self.trees: dict[int, TreePaths] = {}
-        """By row."""
+        """Row → paths of its tree, for rows with trees."""
 
     def write(self, step: StepInput) -> None:
-        """Write a step's draft tokens to the rows, in place of those of the step before."""
+        """Write a step's draft tokens to the rows, replacing those of the previous step."""
         self.trees.clear()
         if not len(step.drafts):
             return
@@ -44,18 +43,18 @@ class StepDrafts:
             at += count
 
     def depths(self, row: int, count: int) -> Sequence[int]:
-        """Tokens behind the last one of a row at which each sample is drawn: after that token, and after each of
-        ``count`` draft tokens."""
+        """Offset of each sample from the row's length: 0 for the row's next token, and the depth of each of ``count``
+        draft tokens."""
         tree = self.trees.get(row)
         return (0, *tree.depths) if tree else range(count + 1)
 
     def accept(self, row: int, length: int, sampled: list[SampledTokens]) -> SampledTokens:
-        """Accept a row's draft tokens as far as they equal what it sampled. Returns these and the token sampled after
-        them.
+        """Accept a row's draft tokens that equal the sampled ones. Returns the accepted tokens and the token sampled
+        after them.
 
         Args:
-            length: tokens of the row before the draft tokens.
-            sampled: in the order of ``depths``.
+            length: length of the row without draft tokens.
+            sampled: samples in the order of ``depths``.
         """
         count = len(sampled) - 1
         if tree := self.trees.get(row):
@@ -65,24 +64,24 @@ class StepDrafts:
         return _verify(sampled, drafted, range(-1, count - 1))[0]
 
     def shared_copies(self) -> SlotCopies:
-        """Copies of the keys and values that paths of a tree share, to be made in each layer; there must be trees."""
+        """Copies of the keys and values shared by paths of a tree, made in each layer. There must be trees."""
         return joined([c for tree in self.trees.values() for c in (tree.prefix_copies(), tree.node_copies())])
 
     def accepted_copies(self) -> SlotCopies:
-        """Copies of the keys and values of accepted draft tokens to the blocks of their sequences, where a path has
-        them; there must be trees."""
+        """Copies of the keys and values of accepted draft tokens from other paths to the blocks of their sequences.
+        There must be trees."""
         return joined([tree.accepted_copies() for tree in self.trees.values()])
 
 
 def _verify(
     sampled: list[SampledTokens], draft: Sequence[int], parents: Sequence[int]
 ) -> tuple[SampledTokens, list[int]]:
-    """Accept draft tokens as far as they equal what the row sampled.
+    """Accept the draft tokens on the sampled path.
 
     Args:
-        sampled: what was sampled after the row's tokens, and after each draft token.
+        sampled: samples after the row's last token, and after each draft token.
         draft: the draft tokens.
-        parents: index of the draft token before each; -1 for the row's last token.
+        parents: index of each draft token's parent; -1 for the row's last token.
 
     Returns:
         The accepted tokens and the one sampled after them; and the indices of the accepted ones.

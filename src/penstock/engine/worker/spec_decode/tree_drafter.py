@@ -21,35 +21,37 @@ class Parent(NamedTuple):
     """A node whose children are drafted next."""
 
     tree: int
-    """Index of its tree among those that are drafted."""
+    """Index of its tree."""
     node: int
-    """-1 is the root."""
+    """Index of the node; -1 for the root."""
 
 
 class Trees(NamedTuple):
-    """The trees that one call drafts, with an entry for each in every list."""
+    """The trees drafted by one call."""
 
     shapes: list[TokenTree]
+    """Shape of each tree."""
     token_ids: list[list[int]]
+    """Tokens of each tree's nodes."""
     failed: set[int]
-    """Indices of trees whose drafter has failed."""
+    """Indices of trees for which drafting has failed."""
 
     def add(self, tree: int, ranked: list[int], nodes: list[int]) -> None:
-        """Set nodes of a tree to the tokens of their ranks among ``ranked``."""
+        """Set each of some nodes to the token of its rank in ``ranked``."""
         for node in nodes:
             if (rank := self.shapes[tree].nodes[node][-1]) < len(ranked):
                 self.token_ids[tree][node] = ranked[rank]
 
 
 class TreeDrafter:
-    """Drafts the trees of some rows, all nodes of one depth together.
+    """Drafts token trees, one depth at a time.
 
-    The token of rank 0 is what a chain would have there, drawn with the row's sampling parameters and random numbers;
-    the others are the likeliest ones beside it.
+    The token of rank 0 is the same as in a chain, drawn with the row's sampling parameters and random numbers. The
+    others are the likeliest remaining tokens.
 
     Args:
         tree: shape of the trees.
-        memory: for the paths of trees.
+        memory: rows and blocks for the paths of trees.
     """
 
     def __init__(self, heads: HeadRunner, tree: TokenTree, memory: TreeMemory) -> None:
@@ -60,11 +62,11 @@ class TreeDrafter:
     def propose(
         self, rows: np.ndarray, lengths: np.ndarray, depths: np.ndarray, states: Tensor
     ) -> list[list[int] | None]:
-        """Draft a tree for each row. Returns the tokens of its nodes, or None where the head has failed.
+        """Draft a tree for each row. Returns the tokens of its nodes; None if the head has failed.
 
         Args:
-            rows, lengths, depths: ``[rows]``, as of ``step.Propose``.
-            states: ``[rows, hidden]``, of the first head at each row's last token but one.
+            rows, lengths, depths: see ``step.Propose``, ``[rows]``.
+            states: hidden states of the first head at each row's second to last token, ``[rows, hidden]``.
         """
         shapes = [self._tree.up_to(depth) for depth in depths.tolist()]
         trees = Trees(shapes, [[MISSING] * len(shape.nodes) for shape in shapes], set())
@@ -73,8 +75,8 @@ class TreeDrafter:
         return [None if i in trees.failed else token_ids for i, token_ids in enumerate(trees.token_ids)]
 
     def _draft_ranks(self, trees: Trees, rows: np.ndarray, lengths: np.ndarray, states: Tensor) -> None:
-        """Draft with a head for each depth, all of which read the same states (Medusa): the tokens at a depth do not
-        depend on those before."""
+        """Draft with one head per depth, which all read the same states (Medusa). Tokens do not depend on those of
+        lower depths."""
         for depth in range(1, max(shape.depth for shape in trees.shapes) + 1):
             found = [[i for i, node in enumerate(shape.nodes) if len(node) == depth] for shape in trees.shapes]
             parents = [Parent(i, -1) for i, nodes in enumerate(found) if nodes]
@@ -82,7 +84,7 @@ class TreeDrafter:
                 trees.add(parent.tree, ranked, found[parent.tree])
 
     def _draft_levels(self, trees: Trees, rows: np.ndarray, lengths: np.ndarray, states: Tensor) -> None:
-        """Draft with heads that read the tokens before (EAGLE, MTP layers), which are computed depth by depth."""
+        """Draft depth by depth with heads that read the preceding draft tokens (EAGLE, MTP layers)."""
         new_rows = self._memory.new_rows()
         items = zip(rows.tolist(), trees.shapes, lengths.tolist(), strict=True)
         paths = [new_rows.add(row, shape.parents, length - 1) for row, shape, length in items]
@@ -112,16 +114,18 @@ class TreeDrafter:
         rows: np.ndarray,
         lengths: np.ndarray,
     ) -> list[tuple[Parent, list[int]]]:
-        """The tokens after each parent by their rank; none where a row cannot sample. Those of rank 0 come first.
+        """Candidate tokens after each parent, by rank; empty if sampling failed.
 
         Args:
-            states: ``[parents, hidden]``, of the head that drafts this depth.
+            states: hidden states of the head that drafts this depth, ``[parents, hidden]`` or ``[trees, hidden]``.
         """
-        own = [parent.tree for parent in parents]
-        if len(states) != len(own):  # of all trees, and some are not that deep
-            states = states[own]
-        count = max(node[-1] + 1 for i in own for node in trees.shapes[i].nodes if len(node) == depth)
-        sampled, likeliest = self._heads.sample_and_rank(depth - 1, states, rows[own], lengths[own] + depth - 1, count)
+        indices = [parent.tree for parent in parents]
+        if len(states) != len(indices):  # states of all trees, some of which are less deep
+            states = states[indices]
+        count = max(node[-1] + 1 for i in indices for node in trees.shapes[i].nodes if len(node) == depth)
+        sampled, likeliest = self._heads.sample_and_rank(
+            depth - 1, states, rows[indices], lengths[indices] + depth - 1, count
+        )
         result: list[tuple[Parent, list[int]]] = []
         for parent, first, others in zip(parents, sampled, likeliest, strict=True):
             if first.failure:
@@ -142,14 +146,14 @@ class TreeDrafter:
         lengths: np.ndarray,
         states: Tensor,
     ) -> Tensor:
-        """Have the head of the next depth read nodes of this one. Returns its states, ``[nodes, hidden]``.
+        """Compute nodes of this depth with the next depth's head. Returns its states, ``[nodes, hidden]``.
 
         Args:
-            states: ``[nodes, hidden]``, of the head that drafted them.
+            states: states of the head that drafted the nodes, ``[nodes, hidden]``.
         """
         for i in {node.tree for node in nodes}:
             paths[i].write(trees.token_ids[i], int(lengths[i]))
-        if depth <= self._heads.count:  # the first that this head reads
+        if depth <= self._heads.count:  # this head has not read any node before
             self._heads.copy_slots(depth, joined([each.prefix_copies() for each in paths]))
         rows = np.array([paths[tree].row(node) for tree, node in nodes])
         starts = np.array([paths[tree].position(node) for tree, node in nodes])

@@ -1,9 +1,9 @@
 """Rows of the batch for the paths of token trees.
 
-All tokens of a tree are computed in one step, each with its own path from the root as context. For the attention
-kernels a path is a sequence like any other: a row whose block table is that of the tree's sequence, but for its last
-blocks, which are scratch blocks with copies of the keys and values of those tokens that paths share. So keys are read
-in the order of their positions, and every token has the bits that it would have without a tree.
+All tokens of a tree are computed in one step, each with its path from the root as context. For the attention kernels a
+path is an ordinary sequence: a row with the block table of the tree's sequence, except that its last blocks are scratch
+blocks, with copies of the keys and values of tokens that paths share. So keys are read in the order of their positions,
+and every token's result has the same bits as without a tree.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from ..input_batch import InputBatch
 
 
 class SlotCopies(NamedTuple):
-    """Copies of keys and values, ``[copies]`` int64 each, as of ``ops.copy_slots``."""
+    """Arguments of ``ops.copy_slots``: slots of keys and values, ``[copies]`` int64."""
 
     sources: np.ndarray
     targets: np.ndarray
 
 
 class TreePaths:
-    """The paths of one sequence's tree, each with the nodes that no path before it has: their *own* ones.
+    """The paths of a sequence's token tree. Each node is computed in the first path that contains it.
 
     Args:
-        rows: of the batch, one for each path; the first is the sequence's own.
+        rows: rows of the paths in the batch. The first is the row of the sequence.
+        parents: parent of each node; -1 for the root.
         first: position of the keys and values of the root's children.
     """
 
@@ -39,17 +40,18 @@ class TreePaths:
         self._block_size = block_size
         self.parents = parents
         self.token_ids: Sequence[int] = ()
-        """Of the nodes, once written."""
+        """Tokens of the nodes, set by ``write``."""
         self.accepted: list[int] = []
-        """The nodes that were accepted, once verified."""
+        """Accepted nodes, set after verification."""
         self.rows = rows
-        self.own_nodes = segments(parents)
+        self.new_nodes = segments(parents)
+        """Nodes computed in each path."""
         self.depths = depths(parents)
         self._first = first
-        self._path_of = [i for i, nodes in enumerate(self.own_nodes) for _ in nodes]
+        self._path_of = [i for i, nodes in enumerate(self.new_nodes) for _ in nodes]
 
     def row(self, node: int) -> int:
-        """The row in which a node is computed."""
+        """Row in which a node is computed."""
         return self.rows[self._path_of[node]]
 
     def position(self, node: int) -> int:
@@ -57,17 +59,17 @@ class TreePaths:
         return self._first + self.depths[node] - 1
 
     def write(self, tokens: Sequence[int], length: int) -> None:
-        """Write tokens, one for each node, to the rows.
+        """Write the token of each node to its row.
 
         Args:
-            length: tokens of the sequence.
+            length: length of the sequence.
         """
         self.token_ids = tokens
         for node, token in enumerate(tokens):
             self._batch.tokens[self.row(node), length + self.depths[node] - 1] = token
 
     def ancestors(self, node: int) -> list[int]:
-        """The path to a node, which is its last."""
+        """Nodes on the path from the root to ``node``, inclusive."""
         found: list[int] = []
         while node >= 0:
             found.append(node)
@@ -75,20 +77,20 @@ class TreePaths:
         return found[::-1]
 
     def prefix_copies(self) -> SlotCopies:
-        """Copies of the sequence's tokens that are in one block with tokens of the tree."""
+        """Copies of the sequence's tokens in the same block as the first tokens of the tree."""
         positions = np.arange(self._first // self._block_size * self._block_size, self._first)
         sources = self._slots(self.rows[0], positions)
         targets = [self._slots(row, positions) for row in self.rows[1:]]
         return SlotCopies(np.tile(sources, len(targets)), np.concatenate([np.zeros(0, np.int64), *targets]))
 
     def node_copies(self, depth: int | None = None) -> SlotCopies:
-        """Copies of nodes that several paths share, to all but the first of these paths.
+        """Copies of nodes shared by several paths, to all but the first of these paths.
 
         Args:
-            depth: of the nodes; None is any.
+            depth: depth of the nodes; None: all.
         """
         sources, targets = list[int](), list[int]()
-        for row, nodes in zip(self.rows[1:], self.own_nodes[1:], strict=True):
+        for row, nodes in zip(self.rows[1:], self.new_nodes[1:], strict=True):
             for node in self.ancestors(nodes[0])[:-1]:
                 if depth in (None, self.depths[node]):
                     sources.append(self.slot(self.row(node), node))
@@ -96,7 +98,7 @@ class TreePaths:
         return SlotCopies(np.array(sources, np.int64), np.array(targets, np.int64))
 
     def accepted_copies(self) -> SlotCopies:
-        """Copies of accepted nodes to the sequence's own blocks, where they are not there."""
+        """Copies of accepted nodes of other paths to the sequence's blocks."""
         moved = [node for node in self.accepted if self._path_of[node]]
         sources = [self.slot(self.row(node), node) for node in moved]
         targets = [self.slot(self.rows[0], node) for node in moved]
@@ -113,10 +115,10 @@ class TreePaths:
 
 
 class TreeMemory:
-    """What the worker keeps for the paths of trees: rows of the batch, and scratch blocks, which are of no sequence.
+    """Rows of the batch and scratch blocks reserved for the paths of trees.
 
     Args:
-        rows: those of the batch that stand for paths.
+        rows: rows of the batch reserved for paths.
         num_blocks: number of scratch blocks.
     """
 
@@ -125,33 +127,33 @@ class TreeMemory:
         self.block_size = block_size
         self.rows = rows
         self.blocks = range(num_blocks)
-        """The scratch blocks."""
+        """Scratch blocks."""
 
     def init_cache(self, num_blocks: int) -> None:
-        """Take the last ones of the KV cache's blocks."""
+        """Use the last of the KV cache's ``num_blocks`` blocks as scratch blocks."""
         self.blocks = range(num_blocks - len(self.blocks), num_blocks)
 
     def new_rows(self) -> TreeRows:
-        """All rows and scratch blocks, for the trees of one step or of one call of a drafter."""
+        """An allocator of all rows and scratch blocks."""
         return TreeRows(self)
 
 
 class TreeRows:
-    """Rows and scratch blocks for the trees of one step, or of one call of a drafter."""
+    """Allocates rows and scratch blocks for the trees of one step, or of one call of a drafter."""
 
     def __init__(self, memory: TreeMemory) -> None:
         self._memory = memory
         self._rows, self._blocks = iter(memory.rows), iter(memory.blocks)
 
     def add(self, row: int, parents: Sequence[int], first: int) -> TreePaths:
-        """Take rows and blocks for a tree of the sequence in ``row``; arguments as of ``TreePaths``."""
+        """Allocate rows and blocks for a tree of the sequence in ``row``. See ``TreePaths`` for the arguments."""
         batch, block_size = self._memory.batch, self._memory.block_size
-        found = depths(parents)
+        node_depths = depths(parents)
         rows = [row]
         for nodes in segments(parents)[1:]:
             path = next(self._rows)
             batch.copy_row(path, row)
-            last = first + found[nodes[-1]] - 1
+            last = first + node_depths[nodes[-1]] - 1
             for block in range(first // block_size, last // block_size + 1):
                 batch.tables[path, block] = next(self._blocks)
             rows.append(path)
@@ -166,11 +168,11 @@ def with_paths(
     num_states: np.ndarray,
     first_states: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-    """Arguments of ``InputBatch.flatten`` with an item for each path of a tree, after the item of its sequence: tokens
-    and states stay in the order of the nodes.
+    """Arguments of ``InputBatch.flatten`` with an additional item for each path of a tree, after the item of its
+    sequence. Tokens and states stay in the order of the nodes.
 
     Args:
-        trees: by row.
+        trees: row → paths of its tree.
     """
     items: list[tuple[int, int, int, int, bool]] = []
     firsts = repeat(False, len(rows)) if first_states is None else first_states.tolist()
@@ -179,9 +181,9 @@ def with_paths(
         if not (tree := trees.get(row)):
             items.append((row, start, length, states, first))
             continue
-        rest = sum(map(len, tree.own_nodes[1:]))
+        rest = sum(map(len, tree.new_nodes[1:]))
         items.append((row, start, length - rest, states - rest, first))
-        for path, nodes in zip(tree.rows[1:], tree.own_nodes[1:], strict=True):
+        for path, nodes in zip(tree.rows[1:], tree.new_nodes[1:], strict=True):
             items.append((path, tree.position(nodes[0]), len(nodes), len(nodes), False))
     numbers = [np.array(column, np.int64) for column in zip(*[item[:4] for item in items], strict=True)]
     given = None if first_states is None else np.array([item[4] for item in items])
@@ -189,6 +191,6 @@ def with_paths(
 
 
 def joined(copies: Iterable[SlotCopies]) -> SlotCopies:
-    """Several copies as one."""
+    """Concatenate copies."""
     sources, targets = zip(*copies, strict=True)
     return SlotCopies(np.concatenate(sources), np.concatenate(targets))
