@@ -284,7 +284,7 @@ USED = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name":
         ),
         ({"messages": []}, anthropic.BadRequestError, "messages"),
         ({"stop_sequences": [""]}, anthropic.BadRequestError, "stop_sequences"),
-        ({"stop_sequences": ["x"] * 999}, anthropic.BadRequestError, "stop_sequences: must hold"),
+        ({"stop_sequences": ["x"] * 999}, anthropic.BadRequestError, "stop_sequences: must have"),
         ({"container": "c"}, anthropic.BadRequestError, "container: the server does not execute code"),
         ({"mcp_servers": [{"type": "url"}]}, anthropic.BadRequestError, "mcp_servers: the server does not call tools"),
         (

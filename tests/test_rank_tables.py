@@ -70,9 +70,13 @@ def local(name: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("environment", "flags", "words"),
     [
-        (local("45"), (), "tensor_parallel_size: the ranks are 1, and RANK_TABLE_FILE_PATH has 2 devices (4, 5)"),
-        ({"GLOBAL_RANK_TABLE_FILE_PATH": ""}, TWO, "global_rank_table: is missing: RANK_TABLE_FILE_PATH needs it"),
-        ({"RANK_TABLE_FILE_PATH": ""}, TWO, "rank_table: is missing: GLOBAL_RANK_TABLE_FILE_PATH needs it"),
+        (local("45"), (), "tensor_parallel_size: 1 ranks need as many devices, but RANK_TABLE_FILE_PATH has 2 (4, 5)"),
+        (
+            {"GLOBAL_RANK_TABLE_FILE_PATH": ""},
+            TWO,
+            "global_rank_table: must be set, as RANK_TABLE_FILE_PATH",
+        ),
+        ({"RANK_TABLE_FILE_PATH": ""}, TWO, "rank_table: must be set, as GLOBAL_RANK_TABLE_FILE_PATH requires it"),
         ({"GLOBAL_RANK_TABLE_FILE_PATH": "no"}, TWO, "GLOBAL_RANK_TABLE_FILE_PATH: no cannot be read as a global"),
         ({"RANK_TABLE_FILE_PATH": "no"}, TWO, "RANK_TABLE_FILE_PATH: no cannot be read as a local rank table"),
         (local("45") | {"GLOBAL_RANK_TABLE_FILE_PATH": local("45")["RANK_TABLE_FILE_PATH"]}, TWO, "as a global rank"),
@@ -83,14 +87,14 @@ def local(name: str) -> dict[str, str]:
         ),
         ({"NODE_PORTS": "8088,8089,8090"}, (), "NODE_PORTS: has 3 ports for 2 instances"),
         ({"NODE_PORTS": ""}, (), "node_ports: has 0 ports for 2 instances"),
-        ({"NODE_PORTS": "8088,8088"}, (), "NODE_PORTS: gives two instances of 10.0.0.1 the port 8088"),
+        ({"NODE_PORTS": "8088,8088"}, (), "NODE_PORTS: has the port 8088 for two instances on 10.0.0.1"),
         ({"NODE_PORTS": "8088,http"}, (), "NODE_PORTS: 'http' is not a port"),
         ({"NODE_PORTS": "8088,0"}, (), "NODE_PORTS: '0' is not a port"),
-        ({}, ("--port", "8089"), "port: is 8089, which NODE_PORTS gives to an instance of this machine"),
+        ({}, ("--port", "8089"), "port: is 8089, which NODE_PORTS assigns to an instance on this machine"),
         (
             {"GLOBAL_RANK_TABLE_FILE_PATH": "", "RANK_TABLE_FILE_PATH": ""},
             (),
-            "NODE_PORTS: needs global_rank_table and rank_table",
+            "NODE_PORTS: requires global_rank_table and rank_table",
         ),
     ],
 )
@@ -122,9 +126,9 @@ def _another_group(table: dict[str, Any]) -> None:
         (
             "45",
             _another_device,
-            "RANK_TABLE_FILE_PATH: 10.0.0.1 with the devices 4,6 is not in GLOBAL_RANK_TABLE_FILE_PATH, or differs",
+            "RANK_TABLE_FILE_PATH: 10.0.0.1 with the devices 4,6 is not in GLOBAL_RANK_TABLE_FILE_PATH",
         ),
-        ("67", _another_address, "its instances are 10.0.0.1 with the devices 4,5; 10.0.0.1 with the devices 6,7"),
+        ("67", _another_address, "whose instances are 10.0.0.1 with the devices 4,5; 10.0.0.1 with the devices 6,7"),
         ("45", _another_group, "cannot be read as a local rank table"),
     ],
 )

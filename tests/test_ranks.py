@@ -441,12 +441,12 @@ def test_ranks_that_cannot_share_the_model_do_not_start(checkpoint: Path, tmp_pa
     save(LlamaConfig(**SMALL), tmp_path)
     with pytest.raises(PenstockError, match="3 ranks cannot share 4 query heads"):
         LLM(tmp_path, tensor_parallel_size=3, **OPTIONS)
-    for layers, words in (("3", "2 numbers of at least 1 whose sum is 3"), ("1,x", "no list of numbers of layers")):
+    for layers, words in (("3", "2 numbers of at least 1 whose sum is 3"), ("1,x", "not a list of numbers of layers")):
         with pytest.raises(PenstockError, match=words):
             LLM(checkpoint, pipeline_parallel_size=2, pipeline_parallel_layers=layers, **OPTIONS)
     with pytest.raises(PenstockError, match="1 numbers of at least 1 whose sum is 3"):
         LLM(checkpoint, pipeline_parallel_layers="1,2", **OPTIONS)
-    with pytest.raises(PenstockError, match="4 stages cannot share 3 layers"):
+    with pytest.raises(PenstockError, match="is 4, more than the model's 3 layers"):
         LLM(checkpoint, pipeline_parallel_size=4, **OPTIONS)
     draft = {"model": str(checkpoint), "num_speculative_tokens": 2}
     with pytest.raises(PenstockError, match="no draft model"):

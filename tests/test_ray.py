@@ -132,7 +132,7 @@ def test_replicas_follow_the_kv_cache(deployed: RayCommand) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"role": "decode"}, "--role has no meaning on Ray: separate prefill and decode instances are servers"),
+        ({"role": "decode"}, "--role has no meaning on Ray: use penstock serve for separate prefill"),
         ({"port": 8001}, "--port has no meaning on Ray: Ray Serve's proxies listen"),
         ({"models": '{"a": "b"}'}, "a deployment has one model"),
         ({"max_num_seq": 4}, "did you mean max_num_seqs"),

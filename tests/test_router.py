@@ -195,7 +195,7 @@ def test_adapters_are_in_all_instances(deployment: Deployment, demo_adapters: Pa
 
 def test_strangers_are_refused(deployment: Deployment) -> None:
     base, body = f"127.0.0.1:{deployment.port}", b'{"name": "x", "engines": []}'
-    with pytest.raises(PenstockError, match="401: only instances of this cluster may ask this"):
+    with pytest.raises(PenstockError, match="401: the request must be signed with the secret"):
         call(base, REGISTER_PATH, b"another secret, long enough", body)
     assert httpx.post(f"http://{base}{REGISTER_PATH}", content=body).status_code == 401
     assert httpx.get(f"{deployment.prefill.root}/penstock/instance").status_code == 401

@@ -240,7 +240,7 @@ def test_no_route_and_no_log_line_shows_a_secret(served: Served) -> None:
     assert len(seen) > 30 and "***" in seen["/server_info"]
     for path, text in seen.items():
         assert CANARY not in text, path
-    served.find("the collector at .* does not take spans")
+    served.find("the collector at .* does not accept spans")
     assert CANARY not in "\n".join(served.lines)
     assert CANARY.encode() not in b"".join(
         (Path("/proc") / str(pid) / "cmdline").read_bytes() for pids in served.pids.values() for pid in pids

@@ -244,12 +244,15 @@ def test_tables_of_two_machines_are_merged_as_printed(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("--mode merge --global-ranktable-list global_a global_a", "have 2 servers for clients, and there is one"),
-        ("--mode merge --global-ranktable-list global_b global_b", "have 0 servers for clients, and there is one"),
+        ("--mode merge --global-ranktable-list global_a global_a", "have 2 API servers instead of one"),
+        ("--mode merge --global-ranktable-list global_b global_b", "have 0 API servers instead of one"),
         ("--mode merge --global-ranktable-list global_a global_b global_b", "device 0 of b is in two instances"),
         ("--mode merge --global-ranktable-list local_b", "local_b cannot be read as a global rank table"),
         ("--mode merge --global-ranktable-list nothing", "nothing cannot be read as a global rank table"),
-        ("--mode merge --global-ranktable-list wrong_count", "wrong_count: server_count of group 2 is 2 for 1"),
+        (
+            "--mode merge --global-ranktable-list wrong_count",
+            "wrong_count: server_count of group 2 is 2, but it has 1 servers",
+        ),
         ("--mode merge --global-ranktable-list wrong_rank", "wrong_rank: rank_id must count from 0 in each instance"),
         ("--mode merge", "global_ranktable_list: is missing"),
         ("--mode merge --global-ranktable-list global_a --api-server", "api_server: requires --mode gen"),

@@ -186,8 +186,8 @@ def test_a_collector_that_dies_costs_spans_and_no_request(tmp_path: Path) -> Non
         collector.process.kill()
         for _ in range(8):
             assert httpx.post(f"{server.url}/completions", json=body).status_code == 200
-        server.find("api: WARNING the collector at .* does not take spans")
-        server.find("engine: WARNING the collector at .* does not take spans")
+        server.find("api: WARNING the collector at .* does not accept spans")
+        server.find("engine: WARNING the collector at .* does not accept spans")
         page = httpx.get(f"{server.root}/metrics").text
         assert re.search(r'penstock:trace_spans_total\{outcome="dropped"\} [1-9]', page)
 

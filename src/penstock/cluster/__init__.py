@@ -1,1 +1,1 @@
-"""Several instances: rank tables."""
+"""Deployments of several instances: rank tables, and signed HTTP requests between router and instances."""

@@ -1,4 +1,4 @@
-"""Roles by rank tables: what an instance or the router of a deployment is, from its tables and ports."""
+"""Configuration of an instance or a router from the rank tables of its deployment."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ GLOBAL, LOCAL, PORTS = "global_rank_table", "rank_table", "node_ports"
 
 
 def with_rank_tables(configuration: Configuration) -> Configuration:
-    """The configuration with the role that the rank tables give; as it is where there are none.
+    """Set role, instances and cores according to the rank tables; without rank tables, return ``configuration``.
 
-    Raises ``PenstockError`` (``invalid``) where the tables do not fit each other, the ports, or the other options.
+    Raises ``PenstockError`` (``invalid``) if the tables contradict each other, the ports, or other options.
     """
     server = configuration.server
     if not server.global_rank_table and not server.rank_table:
         if server.node_ports:
             raise invalid(
                 PORTS,
-                "needs global_rank_table and rank_table (the variables GLOBAL_RANK_TABLE_FILE_PATH and "
+                "requires global_rank_table and rank_table (environment variables GLOBAL_RANK_TABLE_FILE_PATH and "
                 "RANK_TABLE_FILE_PATH)",
             )
         return configuration
     for name in (GLOBAL, LOCAL):
         if not getattr(server, name):
             other = LOCAL if name == GLOBAL else GLOBAL
-            raise invalid(name, f"is missing: {other} needs it")
+            raise invalid(name, f"must be set, as {other} requires it")
     table = ranktable.read(Path(server.global_rank_table), GLOBAL)
     own = ranktable.read_local(Path(server.rank_table), LOCAL)
     scheduler, prefill, decode = (group.server_list for group in table.server_group_list)
@@ -44,12 +44,12 @@ def with_rank_tables(configuration: Configuration) -> Configuration:
         raise invalid(GLOBAL, f"device {shared[1]} of {shared[0]} is in two instances")
     if not own.device:
         if own not in scheduler:
-            raise invalid(LOCAL, f"{_describe(own)}, and the one of {GLOBAL} is {_list(scheduler)}")
+            raise invalid(LOCAL, f"has {_describe(own)}, but {GLOBAL} has {_list(scheduler)}")
         return _router(configuration, own, prefill, decode)
     if own not in (*prefill, *decode):
         raise invalid(
             LOCAL,
-            f"{_describe(own)} is not in {GLOBAL}, or differs there; its instances are {_list([*prefill, *decode])}",
+            f"{_describe(own)} is not in {GLOBAL}, whose instances are {_list([*prefill, *decode])}",
         )
     return _instance(configuration, table, own, "prefill" if own in prefill else "decode")
 
@@ -62,18 +62,18 @@ def _router(
     if not prefill or not decode:
         raise invalid(GLOBAL, f"has no {'decode' if prefill else 'prefill'} instance")
     if len(server.node_ports) != len(instances):
-        words = f"has {len(server.node_ports)} ports for {len(instances)} instances: {_list(instances)}"
-        raise invalid(PORTS, f"{words}; give the --port of each, in this order")
+        message = f"has {len(server.node_ports)} ports for {len(instances)} instances: {_list(instances)}"
+        raise invalid(PORTS, f"{message}; set the --port of each, in this order")
     urls: list[str] = []
     for instance, port in zip(instances, server.node_ports, strict=True):
         if not read_decimal(port, 65535):
             raise invalid(PORTS, f"{port!r} is not a port")
         url = f"http://{join_address(instance.server_ip, int(port))}"
         if url in urls:
-            raise invalid(PORTS, f"gives two instances of {instance.server_ip} the port {port}")
+            raise invalid(PORTS, f"has the port {port} for two instances on {instance.server_ip}")
         urls.append(url)
     if f"http://{join_address(own.server_ip, server.port)}" in urls:
-        raise invalid("port", f"is {server.port}, which {PORTS} gives to an instance of this machine", server.port)
+        raise invalid("port", f"is {server.port}, which {PORTS} assigns to an instance on this machine", server.port)
     split = len(prefill)
     instances_by_role = {"prefill_instances": tuple(urls[:split]), "decode_instances": tuple(urls[split:])}
     server = msgspec.structs.replace(server, **instances_by_role)
@@ -85,8 +85,8 @@ def _instance(configuration: Configuration, table: Global, own: Server, role: st
     devices = [device.device_id for device in own.device or ()]
     ranks = engine.tensor_parallel_size * engine.pipeline_parallel_size
     if ranks != len(devices):
-        words = f"the ranks are {ranks}, and {LOCAL} has {len(devices)} devices ({', '.join(devices)}): one for each"
-        raise invalid("tensor_parallel_size", words, len(devices))
+        message = f"{ranks} ranks need as many devices, but {LOCAL} has {len(devices)} ({', '.join(devices)})"
+        raise invalid("tensor_parallel_size", message, len(devices))
     if engine.cpu_binding == "auto":
         here = [
             device.device_id
@@ -100,15 +100,16 @@ def _instance(configuration: Configuration, table: Global, own: Server, role: st
 
 
 def bind_devices(devices: Sequence[str], here: Sequence[str]) -> str:
-    """The option ``cpu_binding`` for an instance's devices: a device is a share of the cores that this process may use.
+    """Value of ``cpu_binding`` for an instance's devices. A device stands for a share of the process's allowed cores.
 
-    Cores are shared out evenly among all devices of the machine in the order of their ids; where there are fewer cores
-    than devices, several have the same one.
+    Cores are divided evenly among all devices of the machine, ordered by id. If there are fewer cores than devices,
+    devices share cores.
 
     Args:
+        devices: ids of the instance's devices.
         here: ids of all devices of this machine, in all instances.
 
-    Raises ``PenstockError`` (``invalid``) for an id that is no number.
+    Raises ``PenstockError`` (``invalid``) for an id that is not a number.
     """
     if wrong := next((device for device in here if read_decimal(device, ranktable.MAX_DEVICE) is None), None):
         raise invalid(GLOBAL, f"the device_id {wrong!r} is not a number")
@@ -123,7 +124,7 @@ def bind_devices(devices: Sequence[str], here: Sequence[str]) -> str:
 
 
 def _describe(server: Server) -> str:
-    """An instance, for errors."""
+    """Describe an instance in errors."""
     if not server.device:
         return f"the scheduler at {server.server_ip}"
     return f"{server.server_ip} with the devices {','.join(device.device_id for device in server.device)}"

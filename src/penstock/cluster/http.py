@@ -1,4 +1,4 @@
-"""Requests of a router and its instances to each other's servers."""
+"""HTTP requests between a router and its instances."""
 
 from __future__ import annotations
 
@@ -14,48 +14,50 @@ from penstock.core import Code, PenstockError
 from .signature import HEADER, sign
 
 INSTANCE_PATH = "/penstock/instance"
-"""GET at an instance: ``InstanceInfo``."""
+"""Path of an instance that returns ``InstanceInfo`` (GET)."""
 REGISTER_PATH = "/penstock/register"
-"""POST at a router: ``RegisterRequest``."""
+"""Path of a router that accepts ``RegisterRequest`` (POST)."""
 TIMEOUT = 5.0
-"""Seconds of a request."""
+"""Timeout of a request in seconds."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
     """An engine of an instance."""
 
     address: str
-    """Where routers reach it, as host:port; the host may be one that means all of the instance's addresses."""
+    """Address for routers, host:port; the host may stand for all addresses of the instance (0.0.0.0)."""
     role: str
 
 
 class InstanceInfo(msgspec.Struct, frozen=True):
-    """What an instance tells of itself."""
+    """Description of an instance."""
 
     version: str
-    """Of Penstock."""
+    """Version of Penstock."""
     engines: tuple[EngineInfo, ...]
-    """Those that routers reach; none before they have loaded the model."""
+    """Engines that routers can connect to; empty until the model is loaded."""
 
 
 class RegisterRequest(msgspec.Struct, frozen=True):
-    """An instance says to a router that it is there, or that it leaves."""
+    """Registration of an instance with a router, or its end."""
 
     name: str
-    """Drawn when the instance starts."""
+    """Random name, generated when the instance starts."""
     engines: tuple[EngineInfo, ...]
     leaves: bool = False
+    """True: unregister."""
 
 
 def call(base: str, path: str, secret: bytes, body: bytes | None = None) -> Any:
-    """The JSON document that a server answers; blocks for at most ``TIMEOUT``.
+    """Send a signed request and return the JSON document of the response. Blocks for at most ``TIMEOUT``.
 
     Args:
-        base: ``http://host:port`` or ``https://host:port`` (without checking the certificate: both ends are known by
-            the secret), or without the scheme of HTTP.
-        body: of a POST; None is a GET.
+        base: ``host:port`` or ``http://host:port``, or ``https://host:port`` (the certificate is not verified, as the
+            secret authenticates both sides).
+        secret: cluster secret.
+        body: body of a POST request; None: GET.
 
-    Raises ``OSError`` where it cannot be reached, ``PenstockError`` (``unavailable``) where it answers anything else.
+    Raises ``OSError`` if the server cannot be reached, ``PenstockError`` (``unavailable``) for any other response.
     """
     url = urlsplit(base if "://" in base else f"http://{base}")
     host, port = url.hostname or "", url.port
@@ -68,7 +70,7 @@ def call(base: str, path: str, secret: bytes, body: bytes | None = None) -> Any:
         response = connection.getresponse()
         answer = response.read(2**20)
     except http.client.HTTPException as error:
-        raise PenstockError(Code.UNAVAILABLE, f"{base} does not answer in HTTP ({error!r})") from error
+        raise PenstockError(Code.UNAVAILABLE, f"{base} returned an invalid HTTP response ({error!r})") from error
     finally:
         connection.close()
     try:
@@ -77,7 +79,6 @@ def call(base: str, path: str, secret: bytes, body: bytes | None = None) -> Any:
         document = None
     if response.status != 200 or document is None:
         reason = document.get("message") if isinstance(document, dict) else None
-        raise PenstockError(
-            Code.UNAVAILABLE, f"{base} answers {response.status}: {reason or 'it is no server of Penstock'}"
-        )
+        reason = reason or "it is not a Penstock server"
+        raise PenstockError(Code.UNAVAILABLE, f"{base} returned status {response.status}: {reason}")
     return document

@@ -1,7 +1,7 @@
 """Rank tables of deployments with separate prefill and decode instances: instances and their devices.
 
-Their JSON is Ascend's (docs/dialects/vllm.md). A global table has all instances; a local one has the instance that a
-process belongs to.
+The JSON format is that of Ascend (docs/dialects/vllm.md). A global table lists all instances; a local table has the
+instance of a process.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from msgspec import UNSET, UnsetType
 from penstock.core.errors import invalid
 
 GROUPS = {"0": "scheduler", "1": "prefill", "2": "decode"}
-"""Group id of a global table → its role."""
+"""Role by group id of a global table."""
 MAX_DEVICE = 10**6
-"""Largest id of a device."""
+"""Maximum device id."""
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +47,8 @@ class Global(msgspec.Struct, frozen=True, kw_only=True):
     version: Literal["1.0"] = "1.0"
     status: Literal["completed"] = "completed"
     server_group_list: tuple[Group, ...]
-    """The groups of ``GROUPS``, in this order. The first has one server, or none where another machine runs it."""
+    """One group for each of ``GROUPS``, in this order. The scheduler group has one server, or none if another machine's
+    table has it."""
 
 
 class Local(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +60,7 @@ class Local(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def instance(ip: str, device_ids: Sequence[str]) -> Server:
-    """One on this machine; where there are no devices of their own addresses, they have the machine's."""
+    """Instance on the machine with address ``ip``, which is also the address of its devices."""
     devices = [
         Device(device_id=device_id, device_ip=ip, rank_id=str(rank)) for rank, device_id in enumerate(device_ids)
     ]
@@ -71,7 +72,7 @@ def scheduler(ip: str) -> Server:
 
 
 def combine(groups: Iterable[Iterable[Server]]) -> Global:
-    """The table of schedulers, prefill and decode instances."""
+    """Create a table from the lists of schedulers, prefill and decode instances."""
     lists = [tuple(group) for group in groups]
     return Global(
         server_group_list=tuple(
@@ -82,8 +83,11 @@ def combine(groups: Iterable[Iterable[Server]]) -> Global:
 
 
 def read(path: Path, option: str = "global_ranktable_list") -> Global:
-    """A global table. Raises ``PenstockError`` (``invalid``), which names the option, where it is none, or contradicts
-    itself."""
+    """Read a global table. Raises ``PenstockError`` (``invalid``) if it cannot be read, or is inconsistent.
+
+    Args:
+        option: name of the option, for errors.
+    """
     try:
         result = msgspec.json.decode(path.read_bytes(), type=Global)
     except (OSError, ValueError) as error:
@@ -94,7 +98,7 @@ def read(path: Path, option: str = "global_ranktable_list") -> Global:
 
 
 def read_local(path: Path, option: str) -> Server:
-    """The instance of a local table. Raises as ``read``."""
+    """Read the instance of a local table. Arguments and errors as for ``read``."""
     try:
         (server,) = msgspec.json.decode(path.read_bytes(), type=Local).server_list
     except (OSError, ValueError) as error:
@@ -103,7 +107,7 @@ def read_local(path: Path, option: str) -> Server:
 
 
 def device_in_two_instances(servers: Iterable[Server]) -> tuple[str, str] | None:
-    """Address and id of a device that several instances have, or one twice; None where there is none."""
+    """Address and id of the first device that is listed twice; None if there is none."""
     seen = set()
     for server in servers:
         for device in server.device or ():
@@ -120,7 +124,7 @@ def merge(tables: Sequence[Global]) -> Global:
     """
     lists = [[server for table in tables for server in table.server_group_list[i].server_list] for i in range(3)]
     if len(lists[0]) != 1:
-        message = f"have {len(lists[0])} servers for clients, and there is one: give --api-server on one machine alone"
+        message = f"have {len(lists[0])} API servers instead of one: use --api-server on exactly one machine"
         raise invalid("global_ranktable_list", message)
     if shared := device_in_two_instances([*lists[1], *lists[2]]):
         raise invalid("global_ranktable_list", f"device {shared[1]} of {shared[0]} is in two instances")
@@ -128,17 +132,17 @@ def merge(tables: Sequence[Global]) -> Global:
 
 
 def _contradiction(table: Global) -> str:
-    """The contradiction in a table; empty where there is none."""
+    """Describe an inconsistency of a table; empty if there is none."""
     groups = table.server_group_list
     if [group.group_id for group in groups] != list(GROUPS):
         return f"server_group_list must be the groups {', '.join(GROUPS)}"
     for group in groups:
-        if group.server_count != str(len(group.server_list)):
-            return f"server_count of group {group.group_id} is {group.server_count} for {len(group.server_list)}"
+        if group.server_count != str(count := len(group.server_list)):
+            return f"server_count of group {group.group_id} is {group.server_count}, but it has {count} servers"
         for server in group.server_list:
             ranks = [device.rank_id for device in server.device or ()]
             if bool(ranks) == (group.group_id == "0"):
-                return f"{GROUPS[group.group_id]} instances have {'no ' if ranks else ''}devices"
+                return f"{GROUPS[group.group_id]} instances must {'not ' if ranks else ''}have devices"
             if ranks != [str(rank) for rank in range(len(ranks))]:
-                return f"rank_id must count from 0 in each instance, and is {', '.join(ranks)}"
+                return f"rank_id must count from 0 in each instance, is {', '.join(ranks)}"
     return ""

@@ -1,4 +1,4 @@
-"""Signatures of HTTP requests between a router and its instances, which know the same cluster secret."""
+"""Signatures of HTTP requests between a router and its instances, which share a cluster secret."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from penstock.core import Code, PenstockError
 
 HEADER = "x-penstock-signature"
 WINDOW = 300.0
-"""Seconds by which the clocks of two hosts may differ. A request that is sent again within them changes nothing: the
-instance that it names is there, or it does not answer."""
+"""Maximum clock difference of two hosts in seconds. A request replayed within this time is harmless: the router finds
+the instance that it names, or gets no response from it."""
 
 
 def sign(secret: bytes, path: str, body: bytes) -> str:
-    """The value of ``HEADER`` for a request that is sent now."""
+    """Value of ``HEADER`` for a request sent now."""
     now = str(int(time.time()))
     return f"{now}:{_digest(secret, path, body, now)}"
 
 
 def verify(secret: bytes, path: str, body: bytes, signature: str) -> None:
-    """Raises ``PenstockError`` (``unauthorized``) where a request was not signed with the secret, or long ago."""
+    """Raise ``PenstockError`` (``unauthorized``) unless the request was signed with the secret, within ``WINDOW``."""
     signed, _, digest = signature.partition(":")
     if not hmac.compare_digest(digest.encode(), _digest(secret, path, body, signed).encode()):
-        words = "only instances of this cluster may ask this, which know its secret (--cluster-secret-file)"
-        raise PenstockError(Code.UNAUTHORIZED, words)
+        message = "the request must be signed with the secret of this cluster (--cluster-secret-file)"
+        raise PenstockError(Code.UNAUTHORIZED, message)
     if abs(time.time() - int(signed)) > WINDOW:
-        words = f"the clocks of both hosts differ by more than {WINDOW:.0f} seconds"
-        raise PenstockError(Code.UNAUTHORIZED, words)
+        message = f"the clocks of both hosts differ by more than {WINDOW:.0f} seconds"
+        raise PenstockError(Code.UNAUTHORIZED, message)
 
 
 def _digest(secret: bytes, path: str, body: bytes, signed: str) -> str:

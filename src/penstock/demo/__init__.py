@@ -1,7 +1,7 @@
-"""The model in the box: a small chat model and its draft, for first steps and for tests.
+"""The built-in model: a small chat model and its draft model, for first steps and tests.
 
-Both are plain Hugging Face checkpoints (``Qwen3ForCausalLM``, bfloat16, safetensors) with one tokenizer. What they
-know and how well is in ``chat/README.md``; how they were made is in ``examples/demo_model``.
+Both are Hugging Face checkpoints (``Qwen3ForCausalLM``, bfloat16, safetensors) with the same tokenizer. Skills and
+accuracy: ``chat/README.md``; training: ``examples/demo_model``.
 """
 
 from pathlib import Path

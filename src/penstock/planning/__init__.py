@@ -1,1 +1,1 @@
-"""Memory planning: sizes of models and KV caches, from ``config.json`` and options alone. No torch."""
+"""Memory planning: sizes of models and KV caches, computed from ``config.json`` and options. Imports no torch."""

@@ -1,4 +1,4 @@
-"""The size of what drafts tokens beside a model: heads (EAGLE, Medusa), or a draft model."""
+"""Size of draft heads (EAGLE, Medusa) and draft models."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from penstock.core.quantization import UNQUANTIZED
 from .model_size import ModelSize, model_size_of
 
 METHODS = ("eagle3", "eagle", "medusa")
-"""Of ``speculative_config``, for heads of a checkpoint of their own."""
+"""Methods of ``speculative_config`` whose draft heads have a separate checkpoint."""
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 MEDUSA_BLOCK = re.compile(r"(medusa_heads?\.)?(\d+\.\d+\.linear|blocks\.\d+\.layers\.\d+)\.weight")
 MEDUSA_LM_HEAD = re.compile(r"(medusa_heads?\.)?(\d+\.\d+|lm_heads\.\d+)\.weight")
 PICKLED_BYTES = 2
-"""Of a number in PyTorch's files, whose headers are not read."""
+"""Assumed bytes per number in PyTorch's pickled files, whose headers are not read."""
 
 
 def head_method(folder: Path) -> str:
-    """The method that the ``config.json`` of a draft model asks for; empty where it is a model of its own.
+    """Detect the method of draft heads from their ``config.json``; empty: a complete draft model.
 
-    Raises ``PenstockError`` (``invalid``) where there is no such file.
+    Raises ``PenstockError`` (``invalid``) if there is no ``config.json``.
     """
     raw = read_config_json(folder)
     names = [*(raw.get("architectures") or ()), raw.get("model_type"), raw.get("speculators_model_type")]
@@ -40,13 +40,13 @@ def head_method(folder: Path) -> str:
 
 
 def draft_size_of(folder: Path, method: str, model: ModelSize) -> ModelSize:
-    """The size of heads or of a draft model. Heads compute in the dtype of their model.
+    """Size of draft heads or of a draft model. Heads compute in the data type of the target model.
 
     Args:
-        method: of ``speculative_config``; empty is what ``config.json`` says.
-        model: that they draft for.
+        method: method of ``speculative_config``; empty: detected from ``config.json``.
+        model: size of the target model.
 
-    Raises ``PenstockError`` (``invalid``) where ``config.json`` or the weights' header is missing or broken.
+    Raises ``PenstockError`` (``invalid``) if ``config.json`` or a header of the weights is missing or damaged.
     """
     if method not in METHODS and not (method := head_method(folder)):
         return model_size_of(read_config_json(folder))
@@ -74,9 +74,10 @@ def draft_size_of(folder: Path, method: str, model: ModelSize) -> ModelSize:
 
 
 def _eagle(raw: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], method: str, model: ModelSize) -> ModelSize:
-    """One decoder layer with a matrix before it; EAGLE-3's has a language model head, and may have an embedding.
+    """Size of an EAGLE head: an input projection and a decoder layer. EAGLE-3 has an LM head, and optionally an
+    embedding.
 
-    In PyTorch's files they are taken to be as published: with a head and without an embedding.
+    For PyTorch's files, an LM head and no embedding are assumed, as in published checkpoints.
     """
     layer = complete_config(raw.get("transformer_layer_config") or {})
     size = model_size_of({**raw, **layer, "tie_word_embeddings": True})
@@ -95,7 +96,7 @@ def _eagle(raw: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], method: 
 
 
 def _medusa(folder: Path, shapes: Mapping[str, Sequence[int]], model: ModelSize) -> ModelSize:
-    """Blocks of one matrix, and language model heads; one that all share is loaded for each."""
+    """Size of Medusa heads: blocks with one matrix, and LM heads. A shared LM head is loaded once per head."""
     blocks = {name: math.prod(shape) for name, shape in shapes.items() if MEDUSA_BLOCK.fullmatch(name)}
     heads = {name: math.prod(shape) for name, shape in shapes.items() if MEDUSA_LM_HEAD.fullmatch(name)}
     weights, own = sum(blocks.values()), sum(heads.values())
@@ -111,12 +112,12 @@ def _has(shapes: Mapping[str, Sequence[int]], name: str) -> bool:
 
 
 def _shapes(folder: Path) -> dict[str, list[int]]:
-    """The shape of each tensor of a folder's safetensors files; empty without such files."""
+    """Shapes of the tensors in a folder's safetensors files; empty without such files."""
     found: dict[str, list[int]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
             tensors, _ = read_header(path)
         except msgspec.MsgspecError as error:
-            raise invalid("speculative_config", f"{path} is damaged ({error}). Fetch it again.") from error
+            raise invalid("speculative_config", f"{path} is damaged ({error}): download it again") from error
         found |= {name: tensor.shape for name, tensor in tensors.items()}
     return found

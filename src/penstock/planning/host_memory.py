@@ -1,17 +1,17 @@
-"""Free memory of the host, within the limits of its container."""
+"""Free memory of the host or container."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 CGROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
-"""Limit and usage, in the second and the first version of control groups."""
+"""Files of memory limit and usage in cgroup v2 and v1."""
 FREE_SHARE = 0.5
-"""Share of the host's free memory that a KV cache on the host takes by default."""
+"""Share of the host's free memory that the KV cache of a CPU engine takes by default."""
 
 
 def free_host_bytes(control_group: Path = Path("/sys/fs/cgroup")) -> int:
-    """Free bytes of the machine or of the container, whichever is less."""
+    """Free bytes of the machine or the container, whichever is less."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     for limit, usage in CGROUPS:
@@ -25,7 +25,7 @@ def free_host_bytes(control_group: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def _reclaimable(usage: Path) -> int:
-    """Bytes of a container's usage that are file cache, such as a checkpoint just read."""
+    """Bytes of a container's page cache (a checkpoint just read), which count as usage but can be reclaimed."""
     try:
         lines = (usage.parent / "memory.stat").read_text().splitlines()
     except OSError:

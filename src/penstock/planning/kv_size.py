@@ -1,7 +1,5 @@
-"""Memory of weights and KV cache, and the settings that fit it.
-
-The formulas for settings are those of PaddleNLP's and FastDeploy's documents.
-"""
+"""Memory of weights and KV cache, and settings derived from it by the formulas in PaddleNLP's and FastDeploy's
+documentation."""
 
 from __future__ import annotations
 
@@ -15,25 +13,25 @@ from penstock.core.quantization import SCHEMES, UNQUANTIZED, Format, Scheme, is_
 from .model_size import ModelSize
 
 HALF_BYTES = 2
-"""Of a scale of symmetric integers of 4 bits, and of mxfp4, as the CPU kernels have them."""
+"""Bytes of a scale of symmetric 4-bit integers and of mxfp4 in the CPU kernels."""
 MAX_SEQS = 128
-"""Largest number of running sequences in both documents."""
+"""Maximum number of running sequences in both documentations."""
 PROMPT_MARGIN = 128
-"""Tokens that PaddleNLP adds to the average prompt."""
+"""Number of tokens that PaddleNLP's formula adds to the average prompt."""
 
 
 def blocks_of_sequences(sequences: float, max_len: int, block_size: int) -> int:
-    """KV blocks of ``sequences`` sequences of ``max_len`` tokens; ``sequences`` is PaddleNLP's ``BLOCK_BS``."""
+    """Number of KV blocks for ``sequences`` (PaddleNLP's ``BLOCK_BS``) sequences of ``max_len`` tokens."""
     return int(sequences * math.ceil(max_len / block_size))
 
 
 def weight_bytes(size: ModelSize, quantization: str = "none", dtype: str = "auto", mtp: bool = False) -> int:
-    """Bytes of a model's matrices. Norms and biases are left out: they are few.
+    """Bytes of a model's matrices, without norms and biases, which are negligible.
 
     Args:
-        quantization: a name of ``SCHEMES``.
-        dtype: that the model computes in; ``auto`` is the checkpoint's.
-        mtp: whether the layers for multi-token prediction are loaded.
+        quantization: a key of ``SCHEMES``.
+        dtype: data type of the computation; ``auto``: the checkpoint's.
+        mtp: include the layers for multi-token prediction.
     """
     layers = size.layer_weights + (size.mtp_weights if mtp else 0)
     layer, head = bytes_per_weight(size, quantization, dtype)
@@ -42,13 +40,13 @@ def weight_bytes(size: ModelSize, quantization: str = "none", dtype: str = "auto
 
 
 def bytes_per_weight(size: ModelSize, quantization: str, dtype: str) -> tuple[float, float]:
-    """Bytes of a parameter of the layers, and of the embedding and language model head; arguments as above."""
+    """Bytes per parameter of the layers, and of embedding and LM head. Arguments as for ``weight_bytes``."""
     scheme, computed = SCHEMES[quantization], _computed_dtype(size, dtype)
 
     def weight(format: Format) -> float:
         if format.is_mxfp4:
             return format.bits / 8 + HALF_BYTES / format.group_size
-        if not format.bits or format == Format(4, format.group_size, floating=True):  # which is dequantized
+        if not format.bits or format == Format(4, format.group_size, floating=True):  # nf4 and fp4 are dequantized
             return ITEM_BYTES[computed]
         each = HALF_BYTES if format.bits == 4 and not format.asymmetric else SCALE_BYTES * (1 + format.asymmetric)
         each = 1 if format.integer_scales else each
@@ -69,14 +67,14 @@ def bytes_per_weight(size: ModelSize, quantization: str, dtype: str) -> tuple[fl
 
 
 def sensitive_share(size: ModelSize) -> float:
-    """Share of the layers' weights in matrices that are ``is_sensitive``."""
+    """Share of the layers' weights in sensitive matrices (``is_sensitive``)."""
     layers = sum(is_sensitive_layer(layer) for layer in range(size.num_layers))
     weights = size.value_weights + size.down_weights * layers / size.num_layers
     return weights / max(size.layer_weights, 1)
 
 
 def _kept(scheme: Scheme, wanted: Format, stored: Format) -> Format:
-    """The format of a matrix: the checkpoint's own, where no other number of bits is wanted."""
+    """Format of a loaded matrix: the checkpoint's if ``wanted`` has the same number of bits."""
     kept = scheme.kept(wanted, stored)
     same = not kept.bits or (kept.bits, kept.floating) == (stored.bits, stored.floating)
     return stored if stored.bits and same else wanted
@@ -90,13 +88,14 @@ def kv_specs(
     mtp: bool = False,
     ranks: int = 1,
 ) -> list[KVSpec]:
-    """The KV cache entry of each layer of a model, on one rank.
+    """KV cache spec of each layer of a model, on one rank.
 
     Args:
-        kv_cache_dtype: as the option, a key of ``KV_QUANTIZATION``.
-        dtype: that the model computes in; ``auto`` is the checkpoint's.
-        mtp: whether the layers for multi-token prediction are loaded.
-        ranks: tensor-parallel ranks that share the heads. A head is kept by one rank at least, a latent vector by each.
+        kv_cache_dtype: value of the option, a key of ``KV_QUANTIZATION``.
+        dtype: data type of the computation; ``auto``: the checkpoint's.
+        mtp: include the layers for multi-token prediction.
+        ranks: number of tensor-parallel ranks, which split the KV heads. Each rank has at least one head; latent
+            vectors are stored on all ranks.
     """
     heads, quantization = math.ceil(size.num_kv_heads / ranks), KV_QUANTIZATION[kv_cache_dtype]
     spec = KVSpec(heads, size.kv_dim, _computed_dtype(size, dtype), block_size, quantization, latent=size.latent)
@@ -106,21 +105,20 @@ def kv_specs(
 
 
 def _computed_dtype(size: ModelSize, dtype: str) -> str:
-    """The dtype that the model computes in."""
     return size.dtype if dtype == "auto" else dtype
 
 
 @dataclass(frozen=True)
 class CachePlan:
-    """A KV cache of some blocks, and the settings that fit it."""
+    """A KV cache with a number of blocks, and settings derived from it."""
 
     blocks: int
     block_size: int
     bytes_per_token: int
     max_len: int
-    """Tokens that a sequence may have."""
+    """Maximum number of tokens of a sequence."""
     ratio: float
-    """Share of the blocks that prompts may fill when they are admitted (``kv_cache_ratio``)."""
+    """Share of the blocks that newly admitted prompts may fill (``kv_cache_ratio``)."""
 
     @property
     def tokens(self) -> int:
@@ -132,27 +130,28 @@ class CachePlan:
 
     @property
     def sequences(self) -> float:
-        """Number of sequences of ``max_len`` tokens that fit: PaddleNLP's ``BLOCK_BS``."""
+        """Number of sequences of ``max_len`` tokens that fit (PaddleNLP's ``BLOCK_BS``)."""
         return self.tokens / self.max_len
 
     @property
     def prompt_blocks(self) -> int:
-        """Blocks that prompts may fill when they are admitted: FastDeploy's ``prefill_kvcache_block_num``."""
+        """Number of blocks that newly admitted prompts may fill (FastDeploy's ``prefill_kvcache_block_num``)."""
         return int(self.blocks * self.ratio)
 
     def max_num_seqs(self, output: float) -> int:
-        """FastDeploy's formula for ``max_num_seqs``: answers of ``output`` tokens that fit into the blocks that prompts
-        leave, at most ``MAX_SEQS``."""
+        """FastDeploy's formula for ``max_num_seqs``: number of outputs with ``output`` tokens that fit into the blocks
+        not available to prompts, at most ``MAX_SEQS``."""
         room = (self.blocks - self.prompt_blocks) * self.block_size
         return max(min(int(room / output), MAX_SEQS), 1)
 
     def batch_size(self, prompt: float, output: float) -> int:
-        """PaddleNLP's formula for ``BATCH_SIZE``: sequences of these average lengths that fit, at most ``MAX_SEQS``."""
+        """PaddleNLP's formula for ``BATCH_SIZE``: number of sequences with these average lengths that fit, at most
+        ``MAX_SEQS``."""
         return max(min(int(self.tokens / (prompt + output)), MAX_SEQS), 1)
 
 
 def kv_cache_ratio(prompt: float, output: float) -> float:
-    """FastDeploy's formula for ``kv_cache_ratio``: the prompts' share of all tokens."""
+    """FastDeploy's formula for ``kv_cache_ratio``: share of prompt tokens among all tokens."""
     return prompt / (prompt + output)
 
 
@@ -160,6 +159,6 @@ def block_ratio(prompt: float, output: float, extend: float = 1.0) -> float:
     """PaddleNLP's formula for ``BLOCK_RATIO``, at most 1.
 
     Args:
-        extend: ``EXTEND_RATIO``, 1.1 to 1.3 where the lengths of prompts differ much.
+        extend: ``EXTEND_RATIO``, 1.1 to 1.3 if the lengths of prompts vary a lot.
     """
     return min((prompt + PROMPT_MARGIN) / (prompt + output) * extend, 1.0)

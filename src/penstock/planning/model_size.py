@@ -1,6 +1,6 @@
-"""The size of a model, from its configuration: parameters of its matrices, and what a token keeps in the KV cache.
+"""Size of a model: number of parameters of its matrices, and KV cache entries of a token, from its configuration.
 
-No torch, so that memory can be planned where no model runs.
+Imports no torch, so that memory can be planned on any machine.
 """
 
 from __future__ import annotations
@@ -18,71 +18,70 @@ from penstock.models.read_config import config_of
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Sizes of a model. Numbers are counts of parameters or vector elements, not bytes."""
+    """Size of a model. Numbers count parameters or vector elements, not bytes."""
 
     architecture: str
     max_model_len: int
-    """Longest sequence that the model is good for, in tokens."""
+    """Context length in tokens."""
     dtype: str
-    """Dtype of the checkpoint."""
+    """Data type of the checkpoint."""
     num_layers: int
     layer_weights: int
-    """Parameters of all layers' matrices together."""
+    """Parameters of the matrices of all layers."""
     hidden_size: int
     embedding_weights: int
-    """Parameters of the embedding, and of the language model head where it is a matrix of its own."""
+    """Parameters of the embedding, and of the LM head if it is a separate matrix."""
     head_weights: int
-    """Parameters of the language model head, which are the embedding's, too, where the two are tied."""
+    """Parameters of the LM head, which may be tied to the embedding."""
     num_kv_heads: int
-    """1 with ``latent``."""
+    """Number of KV heads; 1 with ``latent``."""
     kv_dim: int
-    """Numbers in a head's key, and in its value; with ``latent``, in the latent vector and its rotary key together."""
+    """Elements of a head's key or value; with ``latent``, of the latent vector and its rotary key together."""
     latent: int
-    """Numbers of the latent vector that a token keeps in place of keys and values (multi-head latent attention); 0
-    where it keeps these."""
+    """Elements of the latent vector that replaces keys and values (multi-head latent attention); 0: none."""
     mtp_weights: int
-    """Parameters of the layers for multi-token prediction, which are loaded only where speculation uses them."""
+    """Parameters of the layers for multi-token prediction, which are loaded only if speculation uses them."""
     num_mtp_layers: int
     quantization: str
-    """To quantize to at load where the user asks for nothing else, a name of ``SCHEMES``."""
+    """Default quantization at load, a key of ``SCHEMES``."""
     stored: Format = UNQUANTIZED
-    """Format of the layers' matrices in a checkpoint that is quantized already."""
+    """Format of the layers' matrices in the checkpoint."""
     gguf_layers: Mapping[Format, float] = field(default_factory=dict)
-    """In a GGUF file, and where only experts are quantized, the shares of formats among the layers' weights."""
+    """Share of each format among the layers' weights, in GGUF files and if only experts are quantized."""
     gguf_head: Mapping[Format, float] = field(default_factory=dict)
-    """Among the weights of embedding and language model head."""
+    """Share of each format among the weights of embedding and LM head, in GGUF files."""
     unquantized_weights: int = 0
-    """Of the layers' weights, those that no format quantizes: latent attention's that are absorbed."""
+    """Parameters of the layers' matrices that are never quantized: absorbed matrices of latent attention."""
     value_weights: int = 0
-    """Parameters of all layers' value projections; with ``latent`` of the matrices that make latent vectors."""
+    """Parameters of all layers' value projections; with ``latent``, of the projections to latent vectors."""
     down_weights: int = 0
     """Parameters of all layers' down projections."""
     expert_weights: int = 0
-    """Parameters of one expert, in all layers that have experts together."""
+    """Parameters of one expert, summed over all layers with experts."""
     vision_weights: int = 0
-    """Parameters of the encoder of images or audio, which is not quantized; 0 for none."""
+    """Parameters of the image or audio encoder, which is not quantized; 0: none."""
     encoder: bool = False
-    """Whether it attends in both directions, and keeps keys and values of one layer only while a step runs."""
+    """True for bidirectional models, which keep the keys and values of a single layer, and only during a step."""
 
     def with_redundant_experts(self, count: int) -> ModelSize:
-        """The same model with so many replicas of experts in each layer."""
+        """Size with ``count`` redundant experts in each layer."""
         return replace(self, layer_weights=self.layer_weights + count * self.expert_weights)
 
     def on_cpu(self) -> ModelSize:
-        """The same model on a CPU, where floating-point weights of 8 bits are dequantized."""
+        """Size on a CPU, where 8-bit floating-point weights are dequantized."""
         return replace(self, stored=UNQUANTIZED) if self.stored.floating and not self.stored.is_mxfp4 else self
 
 
 def model_size_of(raw: Mapping[str, Any]) -> ModelSize:
-    """The size of a model of any architecture, from its ``config.json``.
+    """Size of a model of any architecture, from its ``config.json``.
 
-    Raises ``PenstockError`` (``invalid``) where that lacks a size.
+    Raises ``PenstockError`` (``invalid``) if a size is missing.
     """
     return size_of(config_of(raw))
 
 
 def size_of(config: ModelConfig) -> ModelSize:
-    """The size of a model."""
+    """Size of a model, from its parsed configuration."""
     hidden, layers, latent, raw = config.hidden_size, config.num_layers, config.latent, config.raw
     attention, absorbed = _attention(config)
     kv_heads, kv_dim = config.num_kv_heads, config.head_dim
@@ -134,8 +133,8 @@ def size_of(config: ModelConfig) -> ModelSize:
 
 
 def _attention(config: ModelConfig) -> tuple[int, int]:
-    """Parameters of a layer's attention, and those among them of the matrix that makes keys and values of latent
-    vectors (DeepSeek-V2, section 2.1)."""
+    """Parameters of a layer's attention, and of its KV up projection alone, which latent attention absorbs
+    (DeepSeek-V2, section 2.1)."""
     hidden, heads, latent = config.hidden_size, config.num_heads, config.latent
     if latent is None:
         cross = 4 * hidden**2 if config.speech else 0
@@ -148,7 +147,7 @@ def _attention(config: ModelConfig) -> tuple[int, int]:
 
 
 def _position_weights(config: ModelConfig) -> int:
-    """Parameters of the table of positions and token types that an encoder adds to its embedding."""
+    """Parameters of an encoder's position and token type embeddings, stored as one table."""
     if config.encoder is None or config.encoder.prefix == "model":
         return 0
     rows = max(config.encoder.type_vocab_size, 1 if config.encoder.prefix in ("bert", "roberta") else 0)
@@ -156,7 +155,7 @@ def _position_weights(config: ModelConfig) -> int:
 
 
 def _speech_weights(config: ModelConfig) -> int:
-    """Parameters of the encoder of audio, and of the decoder's positions."""
+    """Parameters of the audio encoder, and of the decoder's position embedding."""
     size, speech = config.hidden_size, config.speech
     assert speech
     convolutions = 3 * size * (speech.num_bins + size)
@@ -165,7 +164,7 @@ def _speech_weights(config: ModelConfig) -> int:
 
 
 def _gguf_shares(config: Mapping[str, Any], part: str) -> dict[Format, float]:
-    """Shares of formats, of the numbers of weights by type that ``gguf_config`` has counted."""
+    """Share of each format, from the numbers of weights by type in the ``gguf`` entry of a configuration."""
     given = dict(config["gguf"][part]) if config.get("gguf") else {}
     counts = {name: max(int(count), 1) for name, count in given.items()}
     formats = {type.name: type.format for type in TYPES.values()}

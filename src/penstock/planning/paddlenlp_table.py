@@ -1,4 +1,4 @@
-"""PaddleNLP's table of recommended ``BLOCK_BS`` by model, beside what our formulas give."""
+"""PaddleNLP's table of recommended ``BLOCK_BS`` by model, compared with Penstock's formulas."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from penstock.planning.kv_size import kv_specs
 from penstock.planning.model_size import model_size_of
 
 MEMORY = 80 * 2**30
-"""Bytes of a GPU in the table."""
+"""Memory of a GPU in the table, in bytes."""
 GPUS = 8
-"""GPUs of a node in the table."""
+"""Number of GPUs per node in the table."""
 LENGTH = 8192
-"""Tokens of the longest sequence of the table's models."""
+"""Maximum number of tokens of a sequence in the table."""
 RESERVE = 17.9e9
-"""Bytes of a GPU that weights and cache leave free. The document does not name them: they are chosen so that the first
-row agrees, and the other rows show how well the formulas do."""
+"""Bytes of a GPU not used for weights and KV cache. PaddleNLP does not document them: they are fitted to the first row,
+and the other rows show the accuracy of the formulas."""
 WEIGHT = {"int4": 0.5 + SCALE_BYTES / 128, "int8": 1.0, "fp8": 1.0}
-"""Bytes of a weight, by format."""
+"""Bytes per weight, by format."""
 
 DEEPSEEK_V3 = model_size_of(
     {
@@ -42,7 +42,7 @@ DEEPSEEK_V3 = model_size_of(
         "max_position_embeddings": 163840,
     }
 )
-"""From its ``config.json``, which is the same for V3 and R1."""
+"""Size of DeepSeek-V3 and R1, which have the same ``config.json``."""
 
 
 @dataclass(frozen=True)
@@ -54,25 +54,25 @@ class Row:
     layers: str
     """Format of the layers' weights, a key of ``WEIGHT``."""
     mtp: str
-    """Format of the MTP layer's weights; empty where the model has no MTP layer."""
+    """Format of the MTP layer's weights; empty: no MTP layer."""
     recommended: int
-    """``BLOCK_BS`` in the document."""
+    """``BLOCK_BS`` in PaddleNLP's table."""
 
     @property
     def weights(self) -> float:
-        """Bytes of weights on each GPU."""
+        """Bytes of weights per GPU."""
         mtp = DEEPSEEK_V3.mtp_weights * WEIGHT[self.mtp] if self.mtp else 0.0
         whole = DEEPSEEK_V3.layer_weights * WEIGHT[self.layers] + DEEPSEEK_V3.embedding_weights * 2 + mtp
         return whole / (self.nodes * GPUS)
 
     @property
     def sequence(self) -> int:
-        """Bytes of KV cache of the longest sequence on each GPU. Latent vectors are on every GPU."""
+        """Bytes of KV cache of the longest sequence per GPU. Latent vectors are stored on all GPUs."""
         return bytes_per_token(kv_specs(DEEPSEEK_V3, mtp=bool(self.mtp))) * LENGTH
 
     @property
-    def summed(self) -> int:
-        """``BLOCK_BS`` by our formulas."""
+    def computed(self) -> int:
+        """``BLOCK_BS`` by Penstock's formulas."""
         return int((MEMORY - RESERVE - self.weights) / self.sequence)
 
 

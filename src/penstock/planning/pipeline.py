@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage computes."""
+"""Assignment of layers to pipeline stages."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ LAYERS_FIELD = "pipeline_parallel_layers"
 def split_layers(
     size: ModelSize, stages: int, layers: str = "", quantization: str = "none", dtype: str = "auto"
 ) -> list[range]:
-    """The layers of each stage.
+    """Assign layers to stages.
 
     Args:
-        layers: the option ``pipeline_parallel_layers``: number of layers of each stage, as ``10,18``. Empty balances
-            the bytes that stages read in a decode step: those of their layers, and of the language model head in the
-            last one.
-        quantization: a name of ``SCHEMES``.
-        dtype: that the model computes in; ``auto`` is the checkpoint's.
+        layers: the option ``pipeline_parallel_layers``: number of layers of each stage, such as ``10,18``. Empty:
+            balance the bytes that stages read in a decode step, including the LM head in the last stage.
+        quantization: a key of ``SCHEMES``.
+        dtype: data type of the computation; ``auto``: the checkpoint's.
 
-    Raises ``PenstockError`` (``invalid``) where there are fewer layers than stages, or ``layers`` does not fit.
+    Raises ``PenstockError`` (``invalid``) for fewer layers than stages, or an invalid value of ``layers``.
     """
     total = size.num_layers
     if stages > total:
-        raise invalid(FIELD, f"{stages} stages cannot share {total} layers", total)
+        raise invalid(FIELD, f"is {stages}, more than the model's {total} layers", total)
     counts = _given(layers, stages, total) if layers else _balanced(size, stages, quantization, dtype)
     ends = [sum(counts[: stage + 1]) for stage in range(stages)]
     return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
@@ -36,7 +35,7 @@ def split_layers(
 def stage_weight_bytes(
     size: ModelSize, layers: range, quantization: str = "none", dtype: str = "auto", mtp: bool = False
 ) -> int:
-    """Bytes of the matrices of a stage with these layers; arguments as for ``weight_bytes``."""
+    """Bytes of the matrices of a stage with the given layers. Other arguments as for ``weight_bytes``."""
     whole = weight_bytes(size, quantization, dtype, mtp)
     if len(layers) == size.num_layers:
         return whole
@@ -49,15 +48,15 @@ def _given(layers: str, stages: int, total: int) -> list[int]:
     try:
         counts = [int(count) for count in layers.split(",")]
     except ValueError as error:
-        raise invalid(LAYERS_FIELD, f"{layers!r} is no list of numbers of layers, such as 10,18") from error
+        raise invalid(LAYERS_FIELD, f"{layers!r} is not a list of numbers of layers, such as 10,18") from error
     if len(counts) != stages or min(counts) < 1 or sum(counts) != total:
-        expected = f"{stages} numbers of at least 1 whose sum is {total}, the model's layers"
-        raise invalid(LAYERS_FIELD, f"{layers!r} must be {expected}")
+        expected = f"{stages} numbers of at least 1 whose sum is {total}, the model's number of layers"
+        raise invalid(LAYERS_FIELD, f"must be {expected}, is {layers!r}")
     return counts
 
 
 def _balanced(size: ModelSize, stages: int, quantization: str, dtype: str) -> list[int]:
-    """Numbers of layers of each stage, where the largest stage is as small as can be."""
+    """Numbers of layers of each stage that minimize the largest stage."""
     if stages == 1:
         return [size.num_layers]
     layer, head = bytes_per_weight(size, quantization, dtype)

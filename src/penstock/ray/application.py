@@ -18,34 +18,35 @@ POLICY = "penstock.ray.autoscaling:Autoscaling"
 
 
 def _parse_json(value: Any) -> Any:
-    """An object that is written as JSON, as on a command line."""
+    """Parse an object given as JSON on the command line."""
     return json.loads(value) if isinstance(value, str) else value
 
 
 class Arguments(BaseModel):
-    """Arguments of the application: these, and the options of ``penstock serve`` by their names."""
+    """Arguments of the application: these fields, and the options of ``penstock serve`` by name."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     min_replicas: Annotated[int, Field(ge=0)] = 1
-    """Replicas at least."""
+    """Minimum number of replicas."""
     max_replicas: Annotated[int, Field(ge=1)] | None = None
-    """Replicas at most; None is ``min_replicas``, which turns autoscaling off."""
+    """Maximum number of replicas; None: ``min_replicas``, without autoscaling."""
     target_ongoing_requests: Annotated[float, Field(gt=0)] | None = None
-    """Autoscaling: open requests a replica; None is half of ``max_num_seqs``."""
+    """Autoscaling target of open requests per replica; None: half of ``max_num_seqs``."""
     target_kv_cache_usage: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Autoscaling: share of the KV cache that running and queued sequences take."""
+    """Autoscaling target of the share of the KV cache used by running and queued sequences."""
     num_cpus: Annotated[float, Field(gt=0)] | None = None
-    """Cores that Ray reserves for a replica, and threads that its engine has; None is ``threads``, or 1, for each of
-    its ranks."""
+    """Number of cores that Ray reserves for a replica, and of its engine's threads; None: ``threads`` (or 1) per
+    rank."""
     num_gpus: Annotated[float, Field(ge=0)] = 0
-    """GPUs that Ray reserves for a replica."""
+    """Number of GPUs that Ray reserves for a replica."""
     deployment_config: Annotated[dict[str, Any], BeforeValidator(_parse_json)] = {}
-    """Options of the Serve deployment by Ray's names, which override those that follow from the others."""
+    """Options of the Serve deployment, which override those derived from the other arguments."""
 
 
 def app(args: Arguments) -> serve.Application:
-    """The application. Raises ``PenstockError`` for options that are unknown, wrong, or Ray's to decide."""
+    """Build the application. Raises ``PenstockError`` for unknown and invalid options, and for options that Ray
+    controls."""
     given = {name: value for name, value in args if name not in Arguments.model_fields}
     configuration, num_cpus = with_cores(configuration_of(given), args.num_cpus)
     options = {
@@ -78,7 +79,7 @@ def _scaling(args: Arguments, configuration: Configuration) -> dict[str, Any]:
 
 
 class Penstock:
-    """A replica of the deployment, as Ray Serve calls it."""
+    """Ray Serve deployment: a replica with the methods that Ray Serve calls."""
 
     async def __init__(self, configuration: Configuration) -> None:  # type: ignore[misc] # Ray Serve awaits it
         self._replica = Replica(configuration)

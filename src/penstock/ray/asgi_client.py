@@ -1,4 +1,4 @@
-"""A client of an ASGI application in the same process, without HTTP between them."""
+"""Client of an ASGI application in the same process."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from starlette.types import ASGIApp, Message, Scope
 
 
 async def post(app: ASGIApp, path: str, body: bytes, headers: Mapping[str, str]) -> AsyncGenerator[bytes | int, None]:
-    """POST a request: yields the response's status, and then the parts of its body as they come.
+    """POST a request; yield the response's status, and then the chunks of its body.
 
-    Closing the generator is a disconnect: the request is cancelled.
+    Closing the generator disconnects, which cancels the request.
     """
     events: asyncio.Queue[Message | None] = asyncio.Queue()
     requests = [{"type": "http.request", "body": body, "more_body": False}]

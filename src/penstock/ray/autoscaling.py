@@ -1,4 +1,4 @@
-"""The autoscaling policy of deployments: replicas by open requests and by the use of their KV caches."""
+"""Autoscaling policy of deployments, based on open requests and KV cache usage."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Any
 from penstock.engine.service.messages import Stats
 
 KV_CACHE_DEMAND = "kv_cache_demand"
-"""Name of the figure that replicas report."""
+"""Name of the metric that replicas report."""
 
 
 def autoscaling_stats(stats: Stats) -> dict[str, float]:
-    """What a replica reports to Ray Serve: the share of its KV cache that its running and its queued sequences would
-    take together, where a queued one takes as much as a running one. It exceeds 1 where sequences wait for blocks."""
+    """Metric that a replica reports to Ray Serve: the share of its KV cache that running and queued sequences need,
+    assuming that a queued one needs as much as a running one. Above 1, sequences wait for blocks."""
     used = stats.blocks_used / max(stats.blocks, 1)
     return {KV_CACHE_DEMAND: used * (1 + stats.waiting / max(stats.running, 1))}
 
 
 class Autoscaling:
-    """As many replicas as keep each below both targets. Ray Serve applies bounds, delays and factors.
+    """Policy that requests enough replicas for both targets. Ray Serve applies bounds, delays and factors.
 
-    - open requests: those that wait at proxies or are open in replicas, at most ``target_ongoing_requests`` a replica
-      (of the deployment's ``autoscaling_config``);
-    - the KV cache: a mean ``kv_cache_demand`` of at most ``target_kv_cache_usage``.
+    - Open requests per replica, queued at proxies or in replicas: at most ``target_ongoing_requests`` (of the
+      deployment's ``autoscaling_config``).
+    - Mean ``kv_cache_demand`` of the replicas: at most ``target_kv_cache_usage``.
     """
 
     def __init__(self, target_kv_cache_usage: float = 0.8) -> None:
         self._target_kv_cache_usage = target_kv_cache_usage
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """The number of replicas that is needed, given Ray Serve's ``AutoscalingContext``, and no state."""
+        """Return the number of replicas for Ray Serve's ``AutoscalingContext``, and an empty policy state."""
         demands = (context.aggregated_metrics or {}).get(KV_CACHE_DEMAND, {}).values()
         by_requests = context.total_num_requests / context.config.target_ongoing_requests
         by_kv_cache = sum(demands) / self._target_kv_cache_usage

@@ -1,4 +1,4 @@
-"""The options of a deployment: ours by name, as in a configuration file, less those that are Ray's to decide."""
+"""Options of a deployment: Penstock's options, as in a configuration file, except those that Ray controls."""
 
 from __future__ import annotations
 
@@ -18,37 +18,34 @@ from penstock.core.errors import invalid
 from penstock.engine.service.launcher import EXIT_TIMEOUT
 
 LISTENS = "Ray Serve's proxies listen for a deployment; set their http_options"
-ONE_MODEL = "a deployment has one model; deploy an application for each"
+ONE_MODEL = "a deployment has one model; deploy one application per model"
 REFUSED = {
     **dict.fromkeys("host port health_port metrics_port ssl_certfile ssl_keyfile max_header_size".split(), LISTENS),
     "timeout_keep_alive": LISTENS,
-    "grpc_port": "Ray Serve's proxies pass on HTTP; KServe's gRPC needs penstock serve",
-    "api_server_count": "a replica is one API process; ask for more replicas",
+    "grpc_port": "Ray Serve's proxies forward HTTP only; use penstock serve for KServe's gRPC",
+    "api_server_count": "a replica has one API process; increase the number of replicas",
     **dict.fromkeys("models model_control_mode load_model".split(), ONE_MODEL),
-    "allow_runtime_lora_updating": "a request reaches one replica, and the others would lack the adapter; "
-    "give lora_modules",
-    **dict.fromkeys(
-        ("server_dev_mode", "allowed_local_weights_path"),
-        "a request reaches one replica, not all",
-    ),
+    "allow_runtime_lora_updating": "a request would load the adapter in one replica only; set lora_modules",
+    **dict.fromkeys(("server_dev_mode", "allowed_local_weights_path"), "a request reaches one replica only"),
     **dict.fromkeys(
         "role engine_address router_address prefill_instances decode_instances global_rank_table rank_table "
         "node_ports".split(),
-        "separate prefill and decode instances are servers; start them with penstock serve",
+        "use penstock serve for separate prefill and decode instances",
     ),
-    "allow_shared_memory": "a request may come from another machine, and reaches any replica",
+    "allow_shared_memory": "requests from any machine can reach any replica",
 }
 """Options that a deployment cannot have, with the reason."""
 
 
 def configuration_of(given: Mapping[str, Any]) -> Configuration:
-    """The configuration of a deployment.
+    """Resolve the configuration of a deployment.
 
     Args:
         given: options by name, with ``_`` or ``-``, and ``config``, a YAML file of options. Names of vLLM, or of the
-            system that ``compat`` names, are accepted, too.
+            system ``compat``, are accepted, too.
 
-    Raises ``PenstockError``: ``invalid`` for unknown names and wrong values, ``unsupported`` for what Ray decides.
+    Raises ``PenstockError``: ``invalid`` for unknown names and invalid values, ``unsupported`` for options of
+    ``REFUSED``.
     """
     named = {name.replace("-", "_"): value for name, value in given.items() if value is not None}
     file = named.pop("config", None)
@@ -63,17 +60,17 @@ def configuration_of(given: Mapping[str, Any]) -> Configuration:
         if source != "default" and not source.startswith("the profile") and source != "api_key is given":
             raise PenstockError(Code.UNSUPPORTED, f"{source} has no meaning on Ray: {reason}", name)
     configuration = resolved.configuration
-    if resolved.sources["cpu_binding"] == "default":  # another replica on the node would take the same cores
+    if resolved.sources["cpu_binding"] == "default":  # replicas on the same node would bind to the same cores
         configuration = configuration.with_engine(cpu_binding="none")
     return configuration
 
 
 def with_cores(configuration: Configuration, num_cpus: float | None) -> tuple[Configuration, float]:
-    """The configuration with as many threads as its replica has cores, and the number of cores that the replica's own
-    process reserves: all, or, with a placement group, those of the group's first bundle.
+    """Set ``threads`` to the number of cores per rank. Also returns the number of cores to reserve for the replica's
+    process: all of the replica's, or with a placement group, those of its first bundle.
 
     Args:
-        num_cpus: cores of a replica; None is a core for each thread, or one core for each rank.
+        num_cpus: number of cores of a replica; None: one core per thread, or per rank if ``threads`` is 0.
     """
     engine = configuration.engine
     ranks = engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
@@ -84,9 +81,9 @@ def with_cores(configuration: Configuration, num_cpus: float | None) -> tuple[Co
 
 
 def deployment_options(configuration: Configuration) -> dict[str, Any]:
-    """Options of a Ray Serve deployment: what a replica accepts is what its engine's queue has room for, and what it
-    is given to stop is ``drain_timeout``. With the executor ``ray`` it has a placement group for the engine's ranks, of
-    which it is in the first bundle itself."""
+    """Options of a Ray Serve deployment. A replica accepts as many requests as its engine runs and queues, and has
+    ``drain_timeout`` to stop. With the executor ``ray``, it has a placement group with a bundle per rank of the engine,
+    and runs in the first bundle."""
     engine = configuration.engine
     placement: dict[str, Any] = {}
     if _is_placed(engine):
@@ -104,7 +101,7 @@ def deployment_options(configuration: Configuration) -> dict[str, Any]:
 
 
 def _is_placed(engine: EngineOptions) -> bool:
-    """Whether ranks are placed on several nodes."""
+    """True if Ray places the ranks, possibly on several nodes."""
     several = engine.tensor_parallel_size * engine.pipeline_parallel_size > 1
     return several and engine.distributed_executor_backend == "ray"
 

@@ -1,7 +1,7 @@
 """Penstock as an engine of Ray Serve LLM: ``LLMConfig(server_cls="penstock.ray.llm:PenstockServer", …)``.
 
-Ray Serve LLM takes its request classes from vLLM or SGLang, one of which must be installed. Its engine interface is not
-public: the extra ``ray`` names the minor release that this module was written for.
+Ray Serve LLM imports its request classes from vLLM or SGLang, one of which must be installed. Its engine interface is
+not public, so the extra ``ray`` pins the minor release that this module supports.
 """
 
 from __future__ import annotations
@@ -35,22 +35,23 @@ from .asgi_client import post
 from .configuration import configuration_of, deployment_options, with_cores
 from .replica import Replica
 
-NO_TRANSCRIPTIONS = "Penstock serves no model that transcribes audio"
+NO_TRANSCRIPTIONS = "transcriptions are not supported on Ray Serve LLM"
 FORWARDED_HEADERS = frozenset(("authorization", "x-api-key", "user-agent"))
-"""Headers of the client that the server's functions read."""
+"""Headers of the client that are forwarded to the replica's application."""
 
 
 def configuration_from(config: LLMConfig) -> Configuration:
-    """The configuration for a model of Ray Serve LLM: ``engine_kwargs`` are options by our names or vLLM's.
+    """Resolve the configuration of a Ray Serve LLM model, whose ``engine_kwargs`` are options by Penstock's or vLLM's
+    names.
 
-    Raises ``PenstockError`` for those that are unknown or wrong, and for what Penstock has in another way.
+    Raises ``PenstockError`` for unknown, invalid and unsupported options.
     """
     source = config.model_loading_config
     if config.placement_group_config:
-        message = "is not supported: a replica's ranks run beside it; ask for cores by ray_actor_options' num_cpus"
+        message = "is not supported, as ranks run on the replica's node: set num_cpus in ray_actor_options"
         raise PenstockError(Code.UNSUPPORTED, message, "placement_group_config")
     if source.model_source is not None and not isinstance(source.model_source, str):
-        message = "is not supported as a mirror in a cloud: give a folder, or a name on the hub"
+        message = "must be a folder or a name on the hub; cloud mirrors are not supported"
         raise PenstockError(Code.UNSUPPORTED, message, "model_source")
     given = {
         "model": source.model_source or source.model_id,
@@ -64,8 +65,8 @@ def configuration_from(config: LLMConfig) -> Configuration:
 
 
 def _endpoint(path: str, kind: Any) -> Callable[..., AsyncGenerator[Any, None]]:
-    """A method of the engine that posts its request to ``path`` of the server's application: it yields the events of a
-    stream as text, or one ``kind`` or ``ErrorResponse``."""
+    """Create an engine method that posts its request to ``path`` of the replica's application. The method yields the
+    events of a stream as text, or one ``kind`` or ``ErrorResponse``."""
 
     async def method(self: PenstockEngine, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
         fields = request.model_dump(mode="json", exclude_unset=True)
@@ -90,7 +91,7 @@ def _endpoint(path: str, kind: Any) -> Callable[..., AsyncGenerator[Any, None]]:
         answer = msgspec.json.decode(received)
         if status == 200:
             if kind is DetokenizeResponse:
-                answer["text"] = answer["prompt"]  # as SGLang calls it
+                answer["text"] = answer["prompt"]  # SGLang's name
             yield kind.model_validate(answer)
         else:
             error = answer.get("error", {})
@@ -100,16 +101,16 @@ def _endpoint(path: str, kind: Any) -> Callable[..., AsyncGenerator[Any, None]]:
 
 
 def _missing(name: str) -> Callable[..., Any]:
-    """A method that the engine does not have."""
+    """Create an engine method that raises ``NotImplementedError``."""
 
     async def method(*args: Any, **named: Any) -> NoReturn:
-        raise NotImplementedError(f"Penstock's engine has no {name}")
+        raise NotImplementedError(f"Penstock's engine does not support {name}")
 
     return method
 
 
 class PenstockEngine(LLMEngine):  # type: ignore[misc]
-    """Ray Serve LLM's calls, answered by the server's own functions over a ``Replica``."""
+    """Engine of Ray Serve LLM that forwards requests to the ASGI application of a ``Replica``."""
 
     def __init__(self, llm_config: LLMConfig) -> None:
         actor = llm_config.deployment_config.get("ray_actor_options") or {}
@@ -129,7 +130,7 @@ class PenstockEngine(LLMEngine):  # type: ignore[misc]
         return {}
 
     async def build_asgi_app(self) -> FastAPI:
-        """For direct streaming: every dialect. Ray Serve LLM adds routes and middleware to it."""
+        """Application with all dialects, for direct streaming. Ray Serve LLM adds routes and middleware."""
         app = FastAPI(openapi_url=None)
         app.mount("/", self.replica.app)
         return app
@@ -148,7 +149,7 @@ class PenstockEngine(LLMEngine):  # type: ignore[misc]
         await self.replica.gateway.engine_pool.reset_prefix_cache()
 
     async def resolve_lora(self, lora_model: Any) -> None:
-        """Load an adapter that Ray Serve LLM has downloaded; requests name it by ``model_id``."""
+        """Load an adapter downloaded by Ray Serve LLM; requests select it by ``model_id``."""
         client = self.replica.gateway.engine_pool
         if lora_model.model_id not in client.adapters:
             await client.load_adapter(lora_model.model_id, lora_model.local_path)
@@ -157,14 +158,14 @@ class PenstockEngine(LLMEngine):  # type: ignore[misc]
     start_profile, stop_profile, collective_rpc = map(_missing, ("start_profile", "stop_profile", "collective_rpc"))
 
 
-class PenstockServer(LLMServer):  # type: ignore[misc] # whose types mypy does not read
-    """A replica of Ray Serve LLM with Penstock's engine."""
+class PenstockServer(LLMServer):  # type: ignore[misc] # untyped base class
+    """Server of Ray Serve LLM with Penstock's engine."""
 
     _default_engine_cls = PenstockEngine
 
     @classmethod
     def get_deployment_options(cls, llm_config: LLMConfig) -> dict[str, Any]:
-        """Options of the deployment: those of ``deployment_config``, and else Penstock's."""
+        """Options of the deployment: ``deployment_config``, completed by Penstock's defaults."""
         given = copy.deepcopy(llm_config.deployment_config)
         actor = given.get("ray_actor_options") or {}
         configuration, num_cpus = with_cores(configuration_from(llm_config), actor.get("num_cpus"))
@@ -175,7 +176,7 @@ class PenstockServer(LLMServer):  # type: ignore[misc] # whose types mypy does n
         return {**deployment_options(configuration), **given, "ray_actor_options": actor}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """For the policy ``penstock.ray.autoscaling:Autoscaling``."""
+        """Metrics for the policy ``penstock.ray.autoscaling:Autoscaling``."""
         return self.engine.replica.autoscaling_stats if self.engine else {}
 
 

@@ -1,5 +1,4 @@
-"""A replica: one process that is supervisor and API process of a model in one, with the engine in a process of its
-own."""
+"""A replica on Ray: one process that is both supervisor and API process of a model, and a separate engine process."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from penstock.tracing import start_tracer
 from .autoscaling import autoscaling_stats
 
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Environment variable of Ray: the configuration of a driver, such as the engine of a replica is."""
+"""Environment variable of Ray with the configuration of a driver, which a replica's engine is."""
 
 if TYPE_CHECKING:
     from penstock.serve.models.manager import ModelManager
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Replica:
-    """A model with its engine, and the server's ASGI application over it. Create and use it in one event loop."""
+    """A model with its engine and the server's ASGI application. Create and use it in one event loop."""
 
     def __init__(self, configuration: Configuration) -> None:
         self._configuration = configuration
@@ -47,7 +46,7 @@ class Replica:
         self._tracer: Tracer | None = None
 
     async def start(self) -> None:
-        """Start the engine; returns once requests are accepted. Raises ``PenstockError`` where it cannot start."""
+        """Start the engine; returns when it accepts requests. Raises ``PenstockError`` if it cannot start."""
         secrets.register(self._configuration)
         logs.set_up(self._configuration.log, "replica")
         try:
@@ -72,7 +71,7 @@ class Replica:
             raise
 
     async def _serve(self, model: ModelEntry) -> None:
-        # Imported once there is a folder for metrics, which decides how they are counted.
+        # Imported after metrics_folder, which selects the multiprocess mode of the metrics library.
         from penstock.serve.app import build
         from penstock.serve.dialects import kserve, paddlenlp
         from penstock.serve.metrics import Metrics
@@ -100,20 +99,20 @@ class Replica:
         await ready
         (service,) = served
         self.gateway: Gateway = service.gateway
-        self.app: ASGIApp = _BehindProxy(build(served, repository))
+        self.app: ASGIApp = _ServeAdapter(build(served, repository))
 
     @property
     def autoscaling_stats(self) -> dict[str, float]:
         return autoscaling_stats(self.gateway.engine_pool.stats)
 
     def check(self) -> None:
-        """Raises ``PenstockError`` where the engine has died too often: this replica serves nothing any more. While an
-        engine is started again, the replica is well."""
+        """Raise ``PenstockError`` if the engine has died too often and is not restarted. During a restart of the
+        engine, the replica counts as healthy."""
         if self._watch.done():
-            raise PenstockError(Code.UNAVAILABLE, "the engine has died too often and is not started again")
+            raise PenstockError(Code.UNAVAILABLE, "the engine has died too often and is not restarted")
 
     async def close(self) -> None:
-        """Stop the engine after its open requests."""
+        """Stop the engine after open requests have finished."""
         if self._engines:
             await self._engines.close()
         if self._manager:
@@ -123,9 +122,9 @@ class Replica:
         self._resources.close()
 
 
-class _BehindProxy:
-    """Removes an application's ``route_prefix`` from paths: Ray Serve leaves it there and names it in ``root_path``.
-    Removes ``X-Request-Id`` from responses: Ray Serve adds it again."""
+class _ServeAdapter:
+    """Middleware for Ray Serve. Removes the application's ``route_prefix`` from paths, which Ray Serve passes in the
+    path and in ``root_path``; removes ``X-Request-Id`` from responses, as Ray Serve adds it again."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -148,7 +147,7 @@ class _BehindProxy:
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:
-    """The replica starts and ends its engine itself."""
+    """Acknowledge lifespan events: the replica starts and stops its engine."""
     while True:
         message = await receive()
         await send({"type": f"{message['type']}.complete"})

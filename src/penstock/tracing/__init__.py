@@ -1,4 +1,4 @@
-"""Traces of requests, sent to an OpenTelemetry collector. OpenTelemetry is imported where traces are on alone."""
+"""Traces of requests, sent to an OpenTelemetry collector. OpenTelemetry is imported only if traces are on."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ if TYPE_CHECKING:
 
 
 def check(options: LogOptions) -> None:
-    """Raise ``PenstockError`` (``invalid``) where traces are asked for and cannot be sent."""
+    """Raise ``PenstockError`` (``invalid``) if ``otlp_endpoint`` is set and traces cannot be sent."""
     endpoint = options.otlp_endpoint
     if not endpoint:
         return
     if not endpoint.startswith(("http://", "https://")):
-        raise invalid("otlp_endpoint", "must begin with http:// or https://, as http://localhost:4317 does")
+        raise invalid("otlp_endpoint", "must begin with http:// or https://, such as http://localhost:4317")
     try:
         url = urlsplit(endpoint)
         valid = bool(url.hostname) and url.port != 0
     except ValueError:
         valid = False
     if not valid:
-        raise invalid("otlp_endpoint", "is not a URL such as http://localhost:4317; in its user and password, / is %2F")
+        raise invalid("otlp_endpoint", "is not a URL such as http://localhost:4317 (write / in a password as %2F)")
     if find_spec("opentelemetry") is None or any(find_spec(f"opentelemetry.{name}") is None for name in MODULES):
         raise invalid("otlp_endpoint", "needs OpenTelemetry, which is not installed: pip install 'penstock-llm[otel]'")
 
 
 MODULES = ("sdk", "exporter", "exporter.otlp", "exporter.otlp.proto", "exporter.otlp.proto.grpc")
-"""Modules of the extra ``otel``: each after the package that it lies in, which ``find_spec`` imports."""
+"""Modules of the extra ``otel``. Each follows its package, which ``find_spec`` imports."""
 
 
 def start_tracer(options: LogOptions, process: str) -> Tracer | None:
-    """The tracer of a process; None where traces are off.
+    """Start the tracer of a process; returns None if traces are off.
 
     Args:
         process: name of the process, as in the log.

@@ -1,4 +1,4 @@
-"""Sends spans to a collector over OTLP, by gRPC or HTTP, and counts what becomes of them."""
+"""Export of spans to a collector over OTLP (gRPC or HTTP), with counters of exported and dropped spans."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 logger = logging.getLogger("penstock.tracing")
 
 MAX_QUEUED = 4096
-"""Spans that wait for the collector; more are dropped."""
+"""Maximum number of spans that wait for the collector; further spans are dropped."""
 MAX_BATCH = 512
-"""Spans of one call to the collector."""
+"""Maximum number of spans in an export call."""
 INTERVAL_MS = 1000
-"""Milliseconds after which spans are sent that do not fill a batch, unless ``OTEL_BSP_SCHEDULE_DELAY`` says so."""
+"""Milliseconds after which an incomplete batch is sent; ``OTEL_BSP_SCHEDULE_DELAY`` overrides it."""
 EXPORT_TIMEOUT = 5
-"""Seconds that the collector has to take a batch, repetitions included, unless ``OTEL_EXPORTER_OTLP_TIMEOUT`` says."""
+"""Timeout of an export in seconds, including retries; ``OTEL_EXPORTER_OTLP_TIMEOUT`` overrides it."""
 HTTP_PORT, HTTP_PATH = 4318, "/v1/traces"
-"""OTLP's over HTTP."""
+"""Default port and path of OTLP over HTTP."""
 
 
 @dataclass(slots=True)
@@ -30,11 +30,11 @@ class SpanCounts:
     """Counters of spans."""
 
     exported: int = 0
-    """Taken by the collector."""
+    """Number of spans accepted by the collector."""
     dropped: int = 0
-    """Not taken: the queue was full, or the collector did not answer."""
+    """Number of spans not exported: the queue was full, or the collector did not accept them."""
     listener: Callable[[str, int], None] | None = None
-    """Called with the name of a counter and what was added to it."""
+    """Called with the name of a counter and its increment."""
 
     def add(self, name: str, count: int) -> None:
         setattr(self, name, getattr(self, name) + count)
@@ -43,8 +43,8 @@ class SpanCounts:
 
 
 def new_exporter(endpoint: str) -> SpanExporter:
-    """The exporter for an endpoint: HTTP where its path is ``/v1/traces`` or its port 4318, else gRPC, unless
-    ``OTEL_EXPORTER_OTLP_TRACES_PROTOCOL`` says which."""
+    """Create the exporter for an endpoint: over HTTP if its path is ``/v1/traces`` or its port is 4318, otherwise over
+    gRPC. ``OTEL_EXPORTER_OTLP_TRACES_PROTOCOL`` overrides it."""
     url = urlsplit(endpoint)
     timeout = None if "OTEL_EXPORTER_OTLP_TIMEOUT" in os.environ else EXPORT_TIMEOUT
     over_http = url.port == HTTP_PORT or url.path.endswith(HTTP_PATH)
@@ -65,7 +65,7 @@ def new_exporter(endpoint: str) -> SpanExporter:
 
 
 class CountingExporter(SpanExporter):
-    """Counts what another exporter sends, and logs when the collector stops and begins to answer."""
+    """Counts the spans that another exporter sends, and logs when the collector fails and recovers."""
 
     def __init__(self, exporter: SpanExporter, endpoint: str, counts: SpanCounts) -> None:
         self._exporter = exporter
@@ -73,7 +73,7 @@ class CountingExporter(SpanExporter):
         self._counts = counts
         self._failing = False
         self.num_taken = 0
-        """Spans that were taken from the queue."""
+        """Number of spans taken from the queue."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self.num_taken += len(spans)
@@ -85,9 +85,9 @@ class CountingExporter(SpanExporter):
         failed = result is not SpanExportResult.SUCCESS
         self._counts.add("dropped" if failed else "exported", len(spans))
         if failed and not self._failing:
-            logger.warning("the collector at %s does not take spans; they are dropped until it does", self._endpoint)
+            logger.warning("the collector at %s does not accept spans; they are dropped until it does", self._endpoint)
         elif self._failing and not failed:
-            logger.info("the collector at %s takes spans again", self._endpoint)
+            logger.info("the collector at %s accepts spans again", self._endpoint)
         self._failing = failed
         return result
 
@@ -96,7 +96,7 @@ class CountingExporter(SpanExporter):
 
 
 class BoundedProcessor(BatchSpanProcessor):
-    """Queues ended spans for an exporter; drops and counts those that it has no room for."""
+    """Queues ended spans for an exporter; drops and counts spans if the queue is full."""
 
     def __init__(self, exporter: CountingExporter, counts: SpanCounts) -> None:
         interval = None if "OTEL_BSP_SCHEDULE_DELAY" in os.environ else INTERVAL_MS
@@ -116,6 +116,6 @@ class BoundedProcessor(BatchSpanProcessor):
 
 
 def new_processor(endpoint: str, counts: SpanCounts) -> BoundedProcessor:
-    """The processor of a process's spans."""
-    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # a line and a traceback for each try
+    """Create the span processor of a process."""
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it logs a traceback for each failed attempt
     return BoundedProcessor(CountingExporter(new_exporter(endpoint), endpoint, counts), counts)

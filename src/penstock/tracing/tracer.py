@@ -1,4 +1,4 @@
-"""Spans of requests, over OpenTelemetry's SDK."""
+"""Spans of requests, implemented with OpenTelemetry's SDK."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from penstock.version import __version__
 from .export import SpanCounts, new_processor
 
 STOP_TIMEOUT = 2.0
-"""Seconds that a process waits at its end for the collector to take what is queued."""
+"""Maximum seconds that an exiting process waits for the export of queued spans."""
 MAX_ATTRIBUTE_LENGTH = 1024
-"""Characters of an attribute; paths and error messages are a client's."""
+"""Maximum characters of an attribute: paths and error messages contain text from clients."""
 PROPAGATOR = TraceContextTextMapPropagator()
 CARRIED = ("traceparent", "tracestate")
 Attributes = Mapping[str, Any]
 
 
 class Span:
-    """An operation of a trace. Times are seconds on the monotonic clock. A span that is not sampled does nothing."""
+    """An operation of a trace. Times are in seconds on the monotonic clock. A span that is not sampled does nothing."""
 
     __slots__ = ("_span", "_tracer", "ended")
 
@@ -46,19 +46,19 @@ class Span:
 
     @property
     def context(self) -> dict[str, str]:
-        """W3C trace context for what works for this span elsewhere: ``traceparent``, ``tracestate``."""
+        """W3C trace context (``traceparent``, ``tracestate``) for child spans in other processes."""
         carrier: dict[str, str] = {}
         PROPAGATOR.inject(carrier, otel.set_span_in_context(self._span))
         return carrier
 
     @property
     def log_fields(self) -> dict[str, str]:
-        """What lines of the log that belong to the span name."""
+        """Fields of log lines that belong to the span."""
         context = self._span.get_span_context()
         return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
 
     def child(self, name: str, begun: float, attributes: Attributes | None = None) -> Span:
-        """A span within this one, which has to be ended."""
+        """Start a child span, which the caller must end."""
         context = otel.set_span_in_context(self._span)
         return Span(self._tracer, self._tracer.start_span(name, context, SpanKind.INTERNAL, begun, attributes))
 
@@ -66,42 +66,41 @@ class Span:
         self._span.update_name(name)
 
     def set(self, attributes: Attributes) -> None:
-        """Set attributes; those that are None are left out."""
+        """Set attributes, except those that are None."""
         self._span.set_attributes({name: value for name, value in attributes.items() if value is not None})
 
     def event(self, name: str, at: float) -> None:
         self._span.add_event(name, timestamp=_wall_clock(at))
 
     def fail(self, kind: str, message: str) -> None:
-        """The operation has failed.
+        """Mark the operation as failed.
 
         Args:
-            kind: the error's code.
+            kind: error code.
         """
         self._span.set_attribute("error.type", kind)
         self._span.set_status(Status(StatusCode.ERROR, message))
 
     def end(self, at: float | None = None) -> None:
-        """End the span, now or at ``at``; does nothing where it has ended."""
+        """End the span, now or at ``at``. Does nothing if it has ended."""
         if not self.ended:
             self.ended = True
             self._span.end(_wall_clock(time.monotonic() if at is None else at))
 
 
 class Tracer:
-    """Makes the spans of a process, and sends them to the collector.
+    """Creates the spans of a process, and sends them to the collector.
 
-    A trace is sampled where its request's ``traceparent`` says so, or, without one, with the probability
-    ``trace_sampling_ratio``. Spans wait in a bounded queue, which a thread empties: a collector that does not answer
-    costs spans, and no time of a request's.
+    A trace is sampled if its request's ``traceparent`` says so, or, without one, with the probability
+    ``trace_sampling_ratio``. A thread exports spans from a bounded queue: if the collector does not respond, spans are
+    dropped, and requests are not delayed.
 
     Args:
-        process: its name, as in the log.
+        process: name of the process, as in the log.
     """
 
     def __init__(self, options: LogOptions, process: str) -> None:
         self.counts = SpanCounts()
-        """What has become of spans."""
         resource = Resource.create(
             {
                 "service.name": os.environ.get("OTEL_SERVICE_NAME") or "penstock",
@@ -121,15 +120,15 @@ class Tracer:
         self._tracer = self._provider.get_tracer("penstock", __version__)
 
     def server_span(self, name: str, headers: Mapping[str, str], begun: float, attributes: Attributes) -> Span:
-        """The span of a request from outside.
+        """Start the span of an incoming request.
 
         Args:
-            headers: its headers or metadata, of which ``traceparent`` and ``tracestate`` are read.
+            headers: HTTP headers or gRPC metadata, with ``traceparent`` and ``tracestate`` if the client traces it.
         """
         return self._from_context(name, headers, SpanKind.SERVER, begun, attributes)
 
     def span(self, name: str, context: Mapping[str, str], begun: float, attributes: Attributes | None = None) -> Span:
-        """A span whose parent, in another process, has this ``Span.context``."""
+        """Start a span whose parent, in another process, has this ``Span.context``."""
         return self._from_context(name, context, SpanKind.INTERNAL, begun, attributes)
 
     def start_span(
@@ -138,7 +137,7 @@ class Tracer:
         return self._tracer.start_span(name, context, kind, attributes, start_time=_wall_clock(begun))
 
     def close(self) -> None:
-        """Send what is queued, as far as the collector takes it within ``STOP_TIMEOUT``."""
+        """Export queued spans, for at most ``STOP_TIMEOUT``."""
         stopping = threading.Thread(target=self._provider.shutdown, daemon=True)
         stopping.start()
         stopping.join(STOP_TIMEOUT)
@@ -151,5 +150,5 @@ class Tracer:
 
 
 def _wall_clock(at: float) -> int:
-    """Nanoseconds since 1970 of a time on the monotonic clock."""
+    """Convert a time on the monotonic clock to nanoseconds since 1970."""
     return time.time_ns() + int((at - time.monotonic()) * 1e9)

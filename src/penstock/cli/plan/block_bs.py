@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
             "weight_bytes": round(row.weights),
             "sequence_bytes": row.sequence,
             "recommended": row.recommended,
-            "summed": row.summed,
+            "summed": row.computed,
         }
         for row in ROWS
     ]
@@ -29,8 +29,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(f"{'model':<40} {'GPUs':>4} {'weights':>9} {'sequence':>9} {'PaddleNLP':>9} {'sums':>5}")
     for row in ROWS:
-        numbers = f"{row.weights / 1e9:>6.1f} GB {row.sequence / 1e9:>6.3f} GB {row.recommended:>9} {row.summed:>5}"
-        agrees = "" if row.summed == row.recommended else f"  {row.recommended - row.summed:+d}"
+        numbers = f"{row.weights / 1e9:>6.1f} GB {row.sequence / 1e9:>6.3f} GB {row.recommended:>9} {row.computed:>5}"
+        agrees = "" if row.computed == row.recommended else f"  {row.recommended - row.computed:+d}"
         print(f"{row.name:<40} {row.nodes * GPUS:>4} {numbers}{agrees}")
     print(f"On each GPU of 80 GiB; a sequence has {LENGTH} tokens; {RESERVE / 1e9:g} GB are left free, which")
     print("makes the first row agree. Where a difference is shown, the sums do not explain the document's number.")
