@@ -17,9 +17,7 @@ from .config_fields import count, unsupported
 
 SCALES = (*FLOATS, torch.float8_e8m0fnu)
 """Dtypes of scales; float8_e8m0fnu holds powers of two (ue8m0)."""
-STATIC_ACTIVATIONS = (
-    "activations are quantized with dynamic scales per token; the checkpoint's static scales are ignored"
-)
+STATIC_ACTIVATIONS = "activations get dynamic scales per token; static scales of the checkpoint are ignored"
 
 
 def read_fp8(
