@@ -1,9 +1,9 @@
-// Products by the processor's matrix unit (AMX), where the instruction set has one.
+// Products with the processor's matrix unit (AMX).
 //
-// A tile is up to sixteen rows of 64 bytes. A packed matrix is made of such rows already: a step's vector of sixteen
-// columns is one, sixteen steps are a tile. What the unit adds to an output in one instruction are the inputs of sixteen
-// steps, in an order of its own; so the result does not depend on how many rows share an instruction, but where sums are
-// rounded it is not that of vectors. Sums of bfloat16 are therefore made by tiles for one row, too.
+// A tile has up to 16 rows of 64 bytes. A packed matrix consists of such rows: the vector of a step and 16 columns is one,
+// and 16 steps are a tile. An instruction adds the inputs of 16 steps to an output, in an internal order. So results do not
+// depend on how many rows share an instruction, but floating-point results differ from those of vectors. bfloat16 products
+// therefore use AMX even for a single row.
 
 #pragma once
 
@@ -12,33 +12,33 @@
 namespace penstock {
 namespace PENSTOCK_ISA {
 
-// Whether products of a step's inputs are made by tiles.
+// True if products of a step use AMX.
 template <class Step>
-struct ByTiles : std::false_type {};
+struct UsesAmx : std::false_type {};
 
-constexpr int64_t kTileHeight = 16;            // steps, rows and columns of a tile
-constexpr int64_t kTallest = 2 * kTileHeight;  // rows of a product by tiles
+constexpr int64_t kAmxTileRows = 16;  // steps, rows and columns of a tile
+constexpr int64_t kMaxAmxRows = 2 * kAmxTileRows;  // maximum number of rows of an AMX product
 template <class Step>
-constexpr int64_t kTileInputs = kTileHeight * Step::kInputs;
+constexpr int64_t kAmxTileInputs = kAmxTileRows * Step::kInputs;
 
-constexpr int64_t kRowBlock = kHasTiles ? 256 : 96;      // rows of a linear layer's task
-constexpr int64_t kTaskRows = kHasTiles ? kTallest : 24;  // query rows of an attention's task
+constexpr int64_t kRowBlock = kHasAmx ? 256 : 96;  // rows of a linear layer's task
+constexpr int64_t kTaskRows = kHasAmx ? kMaxAmxRows : 24;  // query rows of an attention task
 
-// sums[rows][columns] = x[rows][inputs] * panel[inputs][columns], or that is added to them unless they are begun anew, of at
-// most kTallest rows; rows of x lie `ldx` elements apart, those of sums `lds`, steps of the panel `stride` bytes. Columns
-// are a multiple of 16. With each step of tiles `soon` is asked for. Only while a TileUse lives.
+// sums[rows][columns] = x[rows][inputs] * panel[inputs][columns] (`from_zero`), or added to `sums`; for at most kMaxAmxRows
+// rows. Rows of x are `ldx` elements apart, those of sums `lds`, steps of the panel `stride` bytes. Columns are a multiple
+// of 16. Prefetches `ahead` with each tile step. Requires an AmxScope.
 template <class Step>
-void multiply_tiles(const typename Step::X* x, int64_t ldx, int64_t rows, const void* panel, int64_t stride, int64_t columns,
-                    int64_t inputs, typename ByTiles<Step>::Sum* sums, int64_t lds, bool anew, Soon soon = {});
+void multiply_amx(const typename Step::X* x, int64_t ldx, int64_t rows, const void* panel, int64_t stride, int64_t columns,
+                  int64_t inputs, typename UsesAmx<Step>::Sum* sums, int64_t lds, bool from_zero, Prefetch ahead = {});
 
-// Nothing but products of tiles; returns products and sums made, two for each weight.
+// Benchmark of AMX products. Returns the number of operations, two per multiply-add.
 template <class Step>
-int64_t dots_by_tiles(int64_t products);
+int64_t run_dots_amx(int64_t products);
 
 #if defined(__AMX_TILE__)
 
 template <>
-struct ByTiles<PairStep> : std::true_type {
+struct UsesAmx<Bf16Step> : std::true_type {
   using Sum = float;
   template <int sum, int x, int w>
   static void add() {
@@ -46,7 +46,7 @@ struct ByTiles<PairStep> : std::true_type {
   }
 };
 template <>
-struct ByTiles<QuadStep> : std::true_type {
+struct UsesAmx<Int8Step> : std::true_type {
   using Sum = int32_t;
   template <int sum, int x, int w>
   static void add() {
@@ -54,7 +54,7 @@ struct ByTiles<QuadStep> : std::true_type {
   }
 };
 template <>
-struct ByTiles<WeightStep> : std::true_type {
+struct UsesAmx<UInt8Step> : std::true_type {
   using Sum = int32_t;
   template <int sum, int x, int w>
   static void add() {
@@ -62,22 +62,22 @@ struct ByTiles<WeightStep> : std::true_type {
   }
 };
 
-// How this thread's tiles are laid out: 0 for not at all, else the rows that a product has.
-inline thread_local int tiles_hold = 0;
+// Number of rows that this thread's tiles are configured for; 0: not configured.
+inline thread_local int configured_rows = 0;
 
-// For as long as it lives a thread may use tiles. Others that work on the same thread lay them out their own way, so that
-// nothing is known at the beginning, and nothing is left at the end.
-struct TileUse {
-  TileUse() { tiles_hold = 0; }
-  ~TileUse() {
-    if (tiles_hold) asm volatile("tilerelease");
+// A scope in which a thread may use AMX. Other code on the same thread may configure tiles differently, so the configuration
+// is unknown at the beginning, and released at the end.
+struct AmxScope {
+  AmxScope() { configured_rows = 0; }
+  ~AmxScope() {
+    if (configured_rows) asm volatile("tilerelease");
   }
 };
 
-// Up to 16 rows: tiles 0 to 3 are sums side by side, 4 holds inputs and 5 to 7 weights. More: 0 and 1 are sums of the first
-// sixteen rows, 2 and 3 of the others, 4 and 5 are both's inputs, 6 and 7 weights.
-inline void lay_out_tiles(int rows) {
-  if (rows == tiles_hold) return;
+// Up to 16 rows: tiles 0 to 3 are sums of adjacent columns, 4 is inputs, 5 to 7 are weights. More rows: 0 and 1 are sums of
+// the first 16 rows, 2 and 3 of the others, 4 and 5 are the inputs of both, 6 and 7 are weights.
+inline void configure_tiles(int rows) {
+  if (rows == configured_rows) return;
   struct {
     uint8_t palette, start, reserved[14];
     uint16_t bytes[16];
@@ -85,14 +85,14 @@ inline void lay_out_tiles(int rows) {
   } layout = {};
   layout.palette = 1;
   for (int tile = 0; tile < 8; tile++) {
-    const bool weights = tile >= (rows > kTileHeight ? 6 : 5), second = tile == 2 || tile == 3 || tile == 5;
+    const bool weights = tile >= (rows > kAmxTileRows ? 6 : 5), second = tile == 2 || tile == 3 || tile == 5;
     layout.bytes[tile] = 64;
-    layout.rows[tile] = uint8_t(weights || (rows > kTileHeight && !second) ? kTileHeight
-                                : rows > kTileHeight                       ? rows - kTileHeight
-                                                                           : rows);
+    layout.rows[tile] = uint8_t(weights || (rows > kAmxTileRows && !second) ? kAmxTileRows
+                                : rows > kAmxTileRows                       ? rows - kAmxTileRows
+                                                                            : rows);
   }
   asm volatile("ldtilecfg %0" ::"m"(layout) : "memory");
-  tiles_hold = rows;
+  configured_rows = rows;
 }
 
 template <int t>
@@ -109,19 +109,19 @@ inline void tile_store(void* to, int64_t stride) {
 }
 template <class Step, int sum, int x, int w>
 inline void tile_add() {
-  ByTiles<Step>::template add<sum, x, w>();
+  UsesAmx<Step>::template add<sum, x, w>();
 }
 
-// Asks for `lines` of what will be read before long; where it is read next, into the first cache.
-PENSTOCK_INLINE inline void ask(Soon& soon) {
-  if (soon.near)
-    for (int64_t i = 0; i < soon.lines; i++) __builtin_prefetch(soon.at + i * 64, 0, 3);
+// Prefetches `lines` cache lines; into L1 if they are read next.
+PENSTOCK_INLINE inline void prefetch_lines(Prefetch& ahead) {
+  if (ahead.near)
+    for (int64_t i = 0; i < ahead.lines; i++) __builtin_prefetch(ahead.at + i * 64, 0, 3);
   else
-    for (int64_t i = 0; i < soon.lines; i++) __builtin_prefetch(soon.at + i * 64, 0, 2);
-  soon.at += soon.lines * 64;
+    for (int64_t i = 0; i < ahead.lines; i++) __builtin_prefetch(ahead.at + i * 64, 0, 2);
+  ahead.at += ahead.lines * 64;
 }
 
-// One step of tiles: 64 bytes of each row's inputs by C tiles of weights that lie side by side.
+// A tile step: 64 bytes of each row's inputs times C adjacent tiles of weights.
 template <class Step, bool two, int C>
 PENSTOCK_INLINE inline void tile_step(const char* x, int64_t ldx, const char* w, int64_t stride) {
   if constexpr (two) {
@@ -132,7 +132,7 @@ PENSTOCK_INLINE inline void tile_step(const char* x, int64_t ldx, const char* w,
       tile_load<7>(w + 64, stride);
       tile_add<Step, 1, 4, 7>();
     }
-    tile_load<5>(x + kTileHeight * ldx, ldx);
+    tile_load<5>(x + kAmxTileRows * ldx, ldx);
     tile_add<Step, 2, 5, 6>();
     if constexpr (C > 1) tile_add<Step, 3, 5, 7>();
   } else {
@@ -143,85 +143,86 @@ PENSTOCK_INLINE inline void tile_step(const char* x, int64_t ldx, const char* w,
   }
 }
 
-// Calls `f.operator()<tile>(place)` for each tile of sums.
+// Calls `f.operator()<tile>(address)` for each tile of sums.
 template <bool two, int C, class Sum, class F>
 PENSTOCK_INLINE inline void each_sum(Sum* sums, int64_t lds, F&& f) {
   [&]<int... c>(std::integer_sequence<int, c...>) PENSTOCK_INLINE {
     (f.template operator()<c>(sums + 16 * c), ...);
-    if constexpr (two) (f.template operator()<2 + c>(sums + kTileHeight * lds + 16 * c), ...);
+    if constexpr (two) (f.template operator()<2 + c>(sums + kAmxTileRows * lds + 16 * c), ...);
   }(std::make_integer_sequence<int, C>());
 }
 
 template <class Step, bool two, int C>
 void tile_block(const typename Step::X* x, int64_t ldx, int64_t rows, const char* panel, int64_t stride, int64_t inputs,
-                typename ByTiles<Step>::Sum* sums, int64_t lds, bool anew, Soon soon) {
-  constexpr int64_t n = kTileInputs<Step>, bytes = sizeof(typename Step::X);
+                typename UsesAmx<Step>::Sum* sums, int64_t lds, bool from_zero, Prefetch ahead) {
+  constexpr int64_t n = kAmxTileInputs<Step>, bytes = sizeof(typename Step::X);
   each_sum<two, C>(sums, lds, [&]<int t>(auto* at) {
-    if (anew)
+    if (from_zero)
       tile_zero<t>();
     else
       tile_load<t>(at, lds * 4);
   });
   const int64_t steps = inputs / n;
   for (int64_t i = 0; i < steps; i++) {
-    ask(soon);
-    tile_step<Step, two, C>((const char*)(x + i * n), ldx * bytes, panel + i * kTileHeight * stride, stride);
+    prefetch_lines(ahead);
+    tile_step<Step, two, C>((const char*)(x + i * n), ldx * bytes, panel + i * kAmxTileRows * stride, stride);
   }
-  if (const int64_t rest = inputs % n) {  // with zeros in the place of what is not there, by which nothing is changed
-    alignas(64) char some_x[kTallest * 64] = {}, some_w[kTileHeight * C * 64] = {};
-    for (int64_t r = 0; r < rows; r++) memcpy(some_x + r * 64, x + r * ldx + steps * n, rest * bytes);
-    const char* from = panel + steps * kTileHeight * stride;
+  if (const int64_t rest = inputs % n) {  // padded with zeros, which do not change the sums
+    alignas(64) char padded_x[kMaxAmxRows * 64] = {}, padded_w[kAmxTileRows * C * 64] = {};
+    for (int64_t r = 0; r < rows; r++) memcpy(padded_x + r * 64, x + r * ldx + steps * n, rest * bytes);
+    const char* from = panel + steps * kAmxTileRows * stride;
     for (int64_t i = 0; i * Step::kInputs < rest; i++)
       for (int c = 0; c < C; c++) {
         const char* at = from + i * stride + c * 64;
         const auto w = (i + 1) * Step::kInputs > rest ? last_weights<Step>(at) : Step::weights(at);
-        memcpy(some_w + (i * C + c) * 64, &w, 64);
+        memcpy(padded_w + (i * C + c) * 64, &w, 64);
       }
-    tile_step<Step, two, C>(some_x, 64, some_w, C * 64);
+    tile_step<Step, two, C>(padded_x, 64, padded_w, C * 64);
   }
   each_sum<two, C>(sums, lds, [&]<int t>(auto* at) { tile_store<t>(at, lds * 4); });
 }
 
 template <class Step>
-void multiply_tiles(const typename Step::X* x, int64_t ldx, int64_t rows, const void* panel, int64_t stride, int64_t columns,
-                    int64_t inputs, typename ByTiles<Step>::Sum* sums, int64_t lds, bool anew, Soon soon) {
-  lay_out_tiles(int(rows));
-  const int64_t asked = inputs / kTileInputs<Step> * soon.lines * 64;
+void multiply_amx(const typename Step::X* x, int64_t ldx, int64_t rows, const void* panel, int64_t stride, int64_t columns,
+                  int64_t inputs, typename UsesAmx<Step>::Sum* sums, int64_t lds, bool from_zero, Prefetch ahead) {
+  configure_tiles(int(rows));
+  const int64_t prefetched = inputs / kAmxTileInputs<Step> * ahead.lines * 64;
   int64_t c = 0;
-  auto some = [&]<bool two, int C>() {
+  auto columns_at_once = [&]<bool two, int C>() {
     for (; c + C * 16 <= columns; c += C * 16) {
-      tile_block<Step, two, C>(x, ldx, rows, (const char*)panel + c / 16 * 64, stride, inputs, sums + c, lds, anew, soon);
-      soon.at += asked;
+      tile_block<Step, two, C>(x, ldx, rows, (const char*)panel + c / 16 * 64, stride, inputs, sums + c, lds, from_zero,
+                               ahead);
+      ahead.at += prefetched;
     }
   };
-  if (rows > kTileHeight) {
-    some.template operator()<true, 2>();
-    some.template operator()<true, 1>();
+  if (rows > kAmxTileRows) {
+    columns_at_once.template operator()<true, 2>();
+    columns_at_once.template operator()<true, 1>();
   } else {
-    some.template operator()<false, 4>();
-    some.template operator()<false, 2>();
-    some.template operator()<false, 1>();
+    columns_at_once.template operator()<false, 4>();
+    columns_at_once.template operator()<false, 2>();
+    columns_at_once.template operator()<false, 1>();
   }
 }
 
 template <class Step>
-int64_t dots_by_tiles(int64_t products) {
-  const TileUse use;
-  lay_out_tiles(kTallest);
+int64_t run_dots_amx(int64_t products) {
+  const AmxScope use;
+  configure_tiles(kMaxAmxRows);
   for (int64_t i = 0; i < products; i += 4) {
     tile_add<Step, 0, 4, 6>();
     tile_add<Step, 1, 4, 7>();
     tile_add<Step, 2, 5, 6>();
     tile_add<Step, 3, 5, 7>();
   }
-  return ceil_div(products, 4) * 4 * kTileHeight * kTileHeight * kTileInputs<Step> * 2;
+  return ceil_div(products, 4) * 4 * kAmxTileRows * kAmxTileRows * kAmxTileInputs<Step> * 2;
 }
 
 #else
 
-// Nothing to do; a destructor, so that nobody takes it for unused.
-struct TileUse {
-  ~TileUse() {}
+// Does nothing. The destructor prevents warnings about unused variables.
+struct AmxScope {
+  ~AmxScope() {}
 };
 
 #endif  // __AMX_TILE__

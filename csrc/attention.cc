@@ -1,4 +1,4 @@
-// Attention of one instruction set, and what it reads.
+// Attention kernels and accesses to the KV cache, compiled for one instruction set.
 
 #include "attention.h"
 #include "latent.h"
@@ -7,31 +7,33 @@ namespace penstock {
 namespace PENSTOCK_ISA {
 
 void store(const Store& a, int64_t token) {
-  with_kept(a.type, a.rounded, [&]<class T, class K>() { store_token<T, K>(a, token); });
+  with_kv_type(a.type, a.quantized, [&]<class T, class K>() { store_token<T, K>(a, token); });
 }
 
-void export_kv(const Exchange& a, int64_t task) {
-  with_kept(a.type, a.rounded,
-            [&]<class T, class K>() { a.latent ? exchange_latent<K, true>(a, task) : exchange_tokens<K, true>(a, task); });
+void export_kv(const KVTransfer& a, int64_t task) {
+  with_kv_type(a.type, a.quantized, [&]<class T, class K>() {
+    a.latent ? transfer_latent<K, true>(a, task) : transfer_tokens<K, true>(a, task);
+  });
 }
 
-void import_kv(const Exchange& a, int64_t task) {
-  with_kept(a.type, a.rounded,
-            [&]<class T, class K>() { a.latent ? exchange_latent<K, false>(a, task) : exchange_tokens<K, false>(a, task); });
+void import_kv(const KVTransfer& a, int64_t task) {
+  with_kv_type(a.type, a.quantized, [&]<class T, class K>() {
+    a.latent ? transfer_latent<K, false>(a, task) : transfer_tokens<K, false>(a, task);
+  });
 }
 
 void attention(const Attention& a, int64_t task) {
-  const TileUse tiles;
-  with_kept(a.type, a.rounded,
-            [&]<class T, class K>() { a.latent ? latent_task<T, K>(a, task) : attention_task<T, K>(a, task); });
+  const AmxScope tiles;
+  with_kv_type(a.type, a.quantized,
+               [&]<class T, class K>() { a.latent ? latent_task<T, K>(a, task) : attention_task<T, K>(a, task); });
 }
 
-void latent_join(const Attention& a, int64_t task) {
-  a.type == Type::float32 ? join_parts<float>(a, task) : join_parts<bf16>(a, task);
+void latent_merge(const Attention& a, int64_t task) {
+  a.type == Type::float32 ? merge_splits<float>(a, task) : merge_splits<bf16>(a, task);
 }
 
 void latent_store(const LatentStore& a, int64_t token) {
-  with_kept(a.type, a.rounded, [&]<class T, class K>() { store_latent<T, K>(a, token); });
+  with_kv_type(a.type, a.quantized, [&]<class T, class K>() { store_latent<T, K>(a, token); });
 }
 
 }  // namespace PENSTOCK_ISA

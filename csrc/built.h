@@ -1,4 +1,4 @@
-// What this build has.
+// Contents of this build.
 
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace penstock {
 
-extern const std::vector<const Kernels*> built;  // of each instruction set, from the slowest to the fastest
-extern const char* const sources;                // a hash of what was compiled (CMakeLists.txt)
-extern const char* const version;                // of the package; empty where it was not built as a part of it
+extern const std::vector<const Kernels*> built;  // kernels of each instruction set, from the slowest to the fastest
+extern const char* const sources;  // hash of the compiled sources (CMakeLists.txt)
+extern const char* const version;  // version of the package; empty if built separately
 
 }  // namespace penstock

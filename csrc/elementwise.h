@@ -1,4 +1,4 @@
-// Norms, rotation, activations and factors: row by row.
+// Norms, rotary embedding, activations and scaling, row by row.
 
 #pragma once
 
@@ -8,43 +8,43 @@
 namespace penstock {
 namespace PENSTOCK_ISA {
 
-// Calls `f(i, count)` for each run of up to 16 elements from the i-th one on.
+// Calls `f(i, count)` for each run of up to 16 elements, starting at element i.
 template <class F>
-inline void by_sixteen(int64_t size, F&& f, int64_t i = 0) {
+inline void for_each_16(int64_t size, F&& f, int64_t i = 0) {
   for (; i + 16 <= size; i += 16) f(i, std::integral_constant<int64_t, 16>());
   if (i < size) f(i, size - i);
 }
 
 template <class T, class N>
 inline f32x16 get(const T* from, N count) {
-  return load_some(from, count);
+  return load_n(from, count);
 }
 template <class T, class N>
 inline void put(T* to, f32x16 v, N count) {
-  store_some(to, v, count);
+  store_n(to, v, count);
 }
-// A value as the type would keep it.
+// Rounds values to a type.
 template <class T>
-inline f32x16 rounded(f32x16 v) {
+inline f32x16 round_to(f32x16 v) {
   if constexpr (std::is_same_v<T, float>)
     return v;
   else
     return widen(round_to_bf16(v));
 }
 
-// Sum of the squares of what `get(i, count)` returns, in four times sixteen lanes, so that sums need not wait for each other.
+// Sum of squares of the vectors that `get(i, count)` returns, in four independent accumulators to hide latency.
 template <class F>
-inline float squares(int64_t size, F&& get) {
+inline float sum_of_squares(int64_t size, F&& get) {
   f32x16 sums[4] = {};
   auto add = [&](f32x16& sum, f32x16 v) { sum = fma(v, v, sum); };
   const int64_t even = size / 64 * 64;
   for (int64_t i = 0; i < even; i += 64)
     for (int g = 0; g < 4; g++) add(sums[g], get(i + g * 16, std::integral_constant<int64_t, 16>()));
-  by_sixteen(size, [&](int64_t i, auto n) { add(sums[0], get(i, n)); }, even);
+  for_each_16(size, [&](int64_t i, auto n) { add(sums[0], get(i, n)); }, even);
   return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
-// A value that is multiplied with weights of another type is not rounded before.
+// The normalized value is rounded before the multiplication only if the weights have the type of x.
 template <class T, class Weight>
 void norm_row_with(const Norm& a, int64_t row) {
   for (int64_t group = 0; group < a.groups; group++) {
@@ -53,23 +53,23 @@ void norm_row_with(const Norm& a, int64_t row) {
     const Weight* weight = (const Weight*)a.weight + group * a.weight_stride;
     if (a.residual) {
       T* residual = (T*)a.residual + row * a.size;
-      by_sixteen(a.size, [&](int64_t i, auto n) { put(residual + i, get(residual + i, n) + get(x + i, n), n); });
+      for_each_16(a.size, [&](int64_t i, auto n) { put(residual + i, get(residual + i, n) + get(x + i, n), n); });
       if (!a.weight) return;
       x = residual;
     }
     float mean = 0.0f;
     if (a.centered) {
       f32x16 sums = {};
-      by_sixteen(a.size, [&](int64_t i, auto n) { sums += get(x + i, n); });
+      for_each_16(a.size, [&](int64_t i, auto n) { sums += get(x + i, n); });
       mean = sum(sums) / float(a.size);
     }
-    auto centered = [&](int64_t i, auto n) {  // zero beyond the row's end
-      return get(x + i, n) - choose(lanes() < int32_t(n), all(mean), f32x16{});
+    auto centered = [&](int64_t i, auto n) {  // zero beyond the end of the row
+      return get(x + i, n) - select(iota() < int32_t(n), broadcast(mean), f32x16{});
     };
-    const float scale = 1.0f / __builtin_sqrtf(squares(a.size, centered) / float(a.size) + a.eps);
-    by_sixteen(a.size, [&](int64_t i, auto n) {
+    const float scale = 1.0f / __builtin_sqrtf(sum_of_squares(a.size, centered) / float(a.size) + a.eps);
+    for_each_16(a.size, [&](int64_t i, auto n) {
       f32x16 normed = centered(i, n) * scale;
-      if constexpr (std::is_same_v<T, Weight>) normed = rounded<T>(normed);
+      if constexpr (std::is_same_v<T, Weight>) normed = round_to<T>(normed);
       normed *= get(weight + i, n);
       put(out + i, a.bias ? normed + get(a.bias + i, n) : normed, n);
     });
@@ -80,24 +80,24 @@ void norm_row(const Norm& a, int64_t row) {
   a.wide ? norm_row_with<T, float>(a, row) : norm_row_with<T, T>(a, row);
 }
 
-template <int64_t most, class T>
-void turn_neighbours(const T* x, const float* cos, const float* sin, T* out, int64_t pairs) {
-  float given[most], turned[most];
-  by_sixteen(2 * pairs, [&](int64_t i, auto n) { put(given + i, get(x + i, n), n); });
+template <int64_t max_dim, class T>
+void rotate_head_interleaved(const T* x, const float* cos, const float* sin, T* out, int64_t pairs) {
+  float input[max_dim], result[max_dim];
+  for_each_16(2 * pairs, [&](int64_t i, auto n) { put(input + i, get(x + i, n), n); });
   for (int64_t i = 0; i < pairs; i++) {
-    const float even = given[2 * i], odd = given[2 * i + 1];
-    turned[2 * i] = even * cos[i] - odd * sin[i];
-    turned[2 * i + 1] = odd * cos[i] + even * sin[i];
+    const float even = input[2 * i], odd = input[2 * i + 1];
+    result[2 * i] = even * cos[i] - odd * sin[i];
+    result[2 * i + 1] = odd * cos[i] + even * sin[i];
   }
-  by_sixteen(2 * pairs, [&](int64_t i, auto n) { put(out + i, get(turned + i, n), n); });
+  for_each_16(2 * pairs, [&](int64_t i, auto n) { put(out + i, get(result + i, n), n); });
 }
 
-// Turns the halves of a head, of at most `most` elements, against each other, or neighbours.
-template <int64_t most, class T>
-inline void turn(const T* x, const float* cos, const float* sin, T* out, int64_t half, bool neighbours) {
-  if (neighbours) return turn_neighbours<most>(x, cos, sin, out, half);
+// Rotates the halves of a head of at most `max_dim` elements against each other, or adjacent elements.
+template <int64_t max_dim, class T>
+inline void rotate_head(const T* x, const float* cos, const float* sin, T* out, int64_t half, bool neighbours) {
+  if (neighbours) return rotate_head_interleaved<max_dim>(x, cos, sin, out, half);
   const T *low = x, *high = x + half;
-  by_sixteen(half, [&](int64_t i, auto n) {
+  for_each_16(half, [&](int64_t i, auto n) {
     f32x16 x = get(low + i, n), y = get(high + i, n), c = get(cos + i, n), s = get(sin + i, n);
     put(out + i, x * c - y * s, n);
     put(out + half + i, y * c + x * s, n);
@@ -111,21 +111,21 @@ void rope_token(const Rope& a, int64_t token) {
   for (int64_t head = 0; head < a.heads; head++) {
     const T* x = (const T*)a.x + token * a.stride + head * a.dim;
     T* out = (T*)a.out + (token * a.heads + head) * a.dim;
-    by_sixteen(a.dim - a.rotary, [&](int64_t i, auto n) { put(out + a.rotary + i, get(x + a.rotary + i, n), n); });
-    turn<kMaxHead>(x, cos, sin, out, half, a.interleaved);
+    for_each_16(a.dim - a.rotary, [&](int64_t i, auto n) { put(out + a.rotary + i, get(x + a.rotary + i, n), n); });
+    rotate_head<kMaxHead>(x, cos, sin, out, half, a.interleaved);
   }
 }
 
-// The error function, to 2 in 10^7 (Abramowitz and Stegun, 1964, 7.1.26).
+// The error function with error 2e-7 (Abramowitz and Stegun, 1964, 7.1.26).
 inline f32x16 erf(f32x16 x) {
-  const f32x16 size = max(x, -x), t = inverse(fma(size, all(0.3275911f), all(1.0f)));
-  f32x16 p = all(1.061405429f);
-  p = fma(p, t, all(-1.453152027f));
-  p = fma(p, t, all(1.421413741f));
-  p = fma(p, t, all(-0.284496736f));
-  p = fma(p, t, all(0.254829592f));
-  const f32x16 above = all(1.0f) - p * t * exp(-size * size);
-  return choose(x < 0.0f, -above, above);
+  const f32x16 size = max(x, -x), t = inverse(fma(size, broadcast(0.3275911f), broadcast(1.0f)));
+  f32x16 p = broadcast(1.061405429f);
+  p = fma(p, t, broadcast(-1.453152027f));
+  p = fma(p, t, broadcast(1.421413741f));
+  p = fma(p, t, broadcast(-0.284496736f));
+  p = fma(p, t, broadcast(0.254829592f));
+  const f32x16 above = broadcast(1.0f) - p * t * exp(-size * size);
+  return select(x < 0.0f, -above, above);
 }
 
 template <Activation activation>
@@ -134,14 +134,14 @@ inline f32x16 activated(f32x16 x) {
   if constexpr (activation == Activation::relu) return max(x, f32x16{});
   if constexpr (activation == Activation::tanh) return tanh(x);
   f32x16 exponent = -x;
-  if constexpr (activation == Activation::gelu_tanh) {  // x * (1 + tanh(y)) / 2 is x * sigmoid(2 * y)
+  if constexpr (activation == Activation::gelu_tanh) {  // x * (1 + tanh(y)) / 2 = x * sigmoid(2 * y)
     const f32x16 cubed = x * x * x;
     exponent = (x + cubed * 0.044715f) * -1.5957691216057308f;  // -2 * sqrt(2 / pi)
   }
   return x * inverse(exp(exponent) + 1.0f);
 }
 
-// Work with an activation that is known to the compiler, so that a row asks once which it is.
+// Calls `work` with the activation as a template argument, so that it is dispatched once per row.
 template <class Work>
 inline void with_activation(Activation activation, Work&& work) {
   switch (activation) {
@@ -154,12 +154,12 @@ inline void with_activation(Activation activation, Work&& work) {
   }
 }
 
-// The activation of a gate, times up; or clamped, the swish of one times one more than the other.
+// Gated activation: activation(x) * up, or clamped SwiGLU (swigluoai).
 template <Activation activation>
 inline f32x16 gated(f32x16 x, f32x16 up) {
   if constexpr (activation == Activation::swigluoai) {
-    x = choose(x > 7.0f, all(7.0f), x);  // what is no number stays none
-    up = choose(up > 7.0f, all(7.0f), choose(up < -7.0f, all(-7.0f), up));
+    x = select(x > 7.0f, broadcast(7.0f), x);  // NaN is kept
+    up = select(up > 7.0f, broadcast(7.0f), select(up < -7.0f, broadcast(-7.0f), up));
     return (up + 1.0f) * x * inverse(exp(x * -1.702f) + 1.0f);
   }
   return activated<activation>(x) * up;
@@ -168,7 +168,7 @@ inline f32x16 gated(f32x16 x, f32x16 up) {
 template <class T>
 inline void gate(Activation activation, const T* gates, const T* ups, T* out, int64_t size) {
   with_activation(activation, [&]<Activation known>() {
-    by_sixteen(size, [&](int64_t i, auto n) { put(out + i, gated<known>(get(gates + i, n), get(ups + i, n)), n); });
+    for_each_16(size, [&](int64_t i, auto n) { put(out + i, gated<known>(get(gates + i, n), get(ups + i, n)), n); });
   });
 }
 
@@ -178,7 +178,7 @@ void activate_row(const Activate& a, int64_t row) {
   T* out = (T*)a.out + row * a.out_stride;
   if (a.gated) return gate(a.activation, x, x + a.size, out, a.size);
   with_activation(a.activation, [&]<Activation known>() {
-    by_sixteen(a.size, [&](int64_t i, auto n) { put(out + i, activated<known>(get(x + i, n)), n); });
+    for_each_16(a.size, [&](int64_t i, auto n) { put(out + i, activated<known>(get(x + i, n)), n); });
   });
 }
 
@@ -186,7 +186,7 @@ template <class T>
 void scale_row(const Scale& a, int64_t row) {
   const T* x = (const T*)a.x + row * a.size;
   T* out = (T*)a.out + row * a.size;
-  by_sixteen(a.size, [&](int64_t i, auto n) {
+  for_each_16(a.size, [&](int64_t i, auto n) {
     const f32x16 v = get(x + i, n) * a.factor;
     put(out + i, a.cap ? tanh(v / a.cap) * a.cap : v, n);
   });
@@ -195,7 +195,7 @@ void scale_row(const Scale& a, int64_t row) {
 template <class T>
 void to_float32_row(const ToFloat32& a, int64_t row) {
   const T* x = (const T*)a.x + row * a.size;
-  by_sixteen(a.size, [&](int64_t i, auto n) { put(a.out + row * a.size + i, get(x + i, n), n); });
+  for_each_16(a.size, [&](int64_t i, auto n) { put(a.out + row * a.size + i, get(x + i, n), n); });
 }
 
 }  // namespace PENSTOCK_ISA

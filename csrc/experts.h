@@ -1,8 +1,8 @@
-// Mixture of experts (Shazeer et al., 2017): the router, the products of each expert with the rows that chose it, wherever
-// these are in the batch, and the sum of a token's experts.
+// Mixture of experts (Shazeer et al., 2017): router, products of each expert and its assigned rows, which may be anywhere in
+// the batch, and weighted sum of a token's experts.
 //
-// Rows of an expert are brought together first; from there on it is the product that all layers are made of, so that a
-// row's sums depend neither on the others nor on how many they are. A token's experts are added in the order of its choices.
+// The rows of an expert are gathered, then multiplied like those of linear layers, so that the sums of a row do not depend
+// on other rows or their number. The outputs of a token's experts are added in the order of its expert ids.
 
 #pragma once
 
@@ -11,31 +11,32 @@
 namespace penstock {
 namespace PENSTOCK_ISA {
 
-// Brings some of an expert's rows together, in the order of its matrix's columns, in memory of this thread's that lasts
+// Gathers some of an expert's rows, with inputs in the order of its matrix's columns, in thread-local memory that is valid
 // until the next call.
-inline Linear brought_together(const Choices& a, int64_t first, int64_t end) {
-  thread_local std::vector<Line> x_memory;
+inline Linear gather_expert_rows(const ExpertLinear& a, int64_t first, int64_t end) {
+  thread_local std::vector<CacheLine> x_memory;
   thread_local std::vector<float> scales_memory, sums_memory;
   const Matrix& m = a.matrix;
-  const int64_t rows = end - first, groups = groups_of(m), stride = sums_of(m);
-  Linear near{m, nullptr, nullptr, nullptr, nullptr, 0, rows, a.panels, a.out_type, a.activation};
+  const int64_t rows = end - first, groups = num_groups(m), stride = num_sums(m);
+  Linear gathered{m, nullptr, nullptr, nullptr, nullptr, 0, rows, a.panels, a.out_type, a.activation};
   with_format(m, [&]<class F>() {
     using X = typename F::Step::X;
     const int64_t width = F::kIntegers ? (m.in + 7) / 8 * 8 : m.in;
-    const int64_t of_row = m.x_in_groups ? groups : 1;
-    X* const x = (X*)with_room(x_memory, ceil_div(rows * width * sizeof(X), sizeof(Line)));
-    float* const scales = with_room(scales_memory, rows * of_row);
+    const int64_t scales_per_row = m.x_in_groups ? groups : 1;
+    X* const x = (X*)scratch(x_memory, ceil_div(rows * width * sizeof(X), sizeof(CacheLine)));
+    float* const scales = scratch(scales_memory, rows * scales_per_row);
     static_assert(sizeof(int32_t) == sizeof(float));
-    auto* const of_groups = (int32_t*)with_room(sums_memory, rows * stride);  // or floats
-    near.x = x, near.x_scales = scales, near.x_sums = of_groups;
+    auto* const group_sums = (int32_t*)scratch(sums_memory, rows * stride);  // or floats
+    gathered.x = x, gathered.x_scales = scales, gathered.x_sums = group_sums;
     for (int64_t i = 0; i < rows; i++) {
-      const int64_t row = a.choices[first + i] / a.choices_per_row;
+      const int64_t row = a.assignments[first + i] / a.assignments_per_row;
       const X* from = (const X*)a.x + row * width;
       X* to = x + i * width;
-      if (F::kIntegers) memcpy(scales + i * of_row, a.x_scales + row * of_row, of_row * sizeof(float));
+      if (F::kIntegers)
+        memcpy(scales + i * scales_per_row, a.x_scales + row * scales_per_row, scales_per_row * sizeof(float));
       if (!m.order) {
         memcpy(to, from, width * sizeof(X));
-        if (a.x_sums) memcpy(of_groups + i * stride, (const int32_t*)a.x_sums + row * stride, stride * sizeof(int32_t));
+        if (a.x_sums) memcpy(group_sums + i * stride, (const int32_t*)a.x_sums + row * stride, stride * sizeof(int32_t));
         continue;
       }
       for (int64_t j = 0; j < m.in; j++) to[j] = from[m.order[j]];
@@ -44,36 +45,36 @@ inline Linear brought_together(const Choices& a, int64_t first, int64_t end) {
         for (int64_t group = 0; group < groups; group++) {
           int32_t sum = 0;
           for (int64_t j = group * m.group; j < m.in && j < (group + 1) * m.group; j++) sum += to[j];
-          of_groups[i * groups + group] = sum;
+          group_sums[i * groups + group] = sum;
         }
-      } else if (m.offsets.at) {
-        sum_groups_row<X>({x, (float*)of_groups, m.in, m.group, m.type}, i);
+      } else if (m.offsets.data) {
+        sum_groups_row<X>({x, (float*)group_sums, m.in, m.group, m.type}, i);
       }
     }
   });
-  return near;
+  return gathered;
 }
 
 template <class Out, bool gated>
-void expert_block(const Choices& a, int64_t task) {
+void expert_block(const ExpertLinear& a, int64_t task) {
   const int64_t outputs = a.matrix.outputs / (gated ? 2 : 1);
-  const Linear all{a.matrix, nullptr, nullptr, nullptr, nullptr, 0, a.count, a.panels, a.out_type};
-  Share s = share_of(all, outputs, task);
-  const Linear near = brought_together(a, s.first, s.end);
+  const Linear whole{a.matrix, nullptr, nullptr, nullptr, nullptr, 0, a.count, a.panels, a.out_type};
+  TaskRange s = task_range(whole, outputs, task);
+  const Linear gathered = gather_expert_rows(a, s.first, s.end);
   const int64_t first = s.first;
   s.first = 0, s.end -= first;
-  const Linear ready = prepared(near, 0, s.end);
-  auto out = [&](int64_t row) { return (Out*)a.out + a.choices[first + row] * a.out_stride; };
+  const Linear ready = convert_rows(gathered, 0, s.end);
+  auto out = [&](int64_t row) { return (Out*)a.out + a.assignments[first + row] * a.out_stride; };
   if constexpr (gated) return gated_panels<Out>(ready, s, out);
-  RowSink sink{kUnprepared, [&](int64_t row, int64_t output, int64_t count, const Outputs& values) {
-                 for (int g = 0; g * 16 < count; g++) store_some(out(row) + output + g * 16, values[g], count - g * 16);
+  RowSink sink{kNoPrepare, [&](int64_t row, int64_t output, int64_t count, const Outputs& values) {
+                 for (int g = 0; g * 16 < count; g++) store_n(out(row) + output + g * 16, values[g], count - g * 16);
                }};
-  for (int64_t column = s.column; column < s.until; column += kPanel)
+  for (int64_t column = s.column; column < s.column_end; column += kPanel)
     multiply_rows(ready, 0, s.end, column, column + kPanel, sink);
 }
 
-// What is no number is never above another, so that each choice is an expert whatever the logits are.
-inline int64_t best_of(const float* scores, int64_t count) {
+// NaN is never the maximum, so that each selected id is valid for any logits.
+inline int64_t index_of_max(const float* scores, int64_t count) {
   int64_t best = 0;
   for (int64_t i = 1; i < count; i++)
     if (scores[i] > scores[best] || (scores[best] != scores[best] && scores[i] == scores[i])) best = i;
@@ -81,51 +82,51 @@ inline int64_t best_of(const float* scores, int64_t count) {
 }
 
 inline float group_score(const Router& a, const float* scores, int64_t count) {
-  const int64_t best = best_of(scores, count);
-  if (!a.best_two) return scores[best];
-  float second = kNever;
+  const int64_t best = index_of_max(scores, count);
+  if (!a.sum_top2) return scores[best];
+  float second = kNegInf;
   for (int64_t i = 0; i < count; i++)
     if (i != best && scores[i] > second) second = scores[i];
   return scores[best] + second;
 }
 
 inline void route_token(const Router& a, int64_t token) {
-  thread_local std::vector<float> scores, choice;
-  const int64_t n = a.experts, each = n / a.groups;
+  thread_local std::vector<float> scores, biased;
+  const int64_t n = a.experts, group_size = n / a.groups;
   const float* logits = a.logits + token * n;
-  scores.resize(n), choice.resize(n);
-  const float most = a.sigmoid ? 0.0f : logits[best_of(logits, n)];
+  scores.resize(n), biased.resize(n);
+  const float maximum = a.sigmoid ? 0.0f : logits[index_of_max(logits, n)];
   f32x16 totals = {};
-  by_sixteen(n, [&](int64_t i, auto count) {
+  for_each_16(n, [&](int64_t i, auto count) {
     const f32x16 x = get(logits + i, count);
-    const f32x16 e = a.sigmoid ? all(1.0f) / (exp(-x) + 1.0f) : exp(x - most);
+    const f32x16 e = a.sigmoid ? broadcast(1.0f) / (exp(-x) + 1.0f) : exp(x - maximum);
     put(scores.data() + i, e, count);
-    totals += load_some(scores.data() + i, count);
+    totals += load_n(scores.data() + i, count);
   });
   if (const float total = sum(totals); !a.sigmoid)
     for (float& score : scores) score /= total;
-  for (int64_t i = 0; i < n; i++) choice[i] = a.bias ? scores[i] + a.bias[i] : scores[i];
+  for (int64_t i = 0; i < n; i++) biased[i] = a.bias ? scores[i] + a.bias[i] : scores[i];
   if (a.top_groups < a.groups) {
-    thread_local std::vector<float> of_groups;
+    thread_local std::vector<float> group_scores;
     thread_local std::vector<char> kept;
-    of_groups.resize(a.groups), kept.assign(a.groups, 0);
-    for (int64_t g = 0; g < a.groups; g++) of_groups[g] = group_score(a, choice.data() + g * each, each);
+    group_scores.resize(a.groups), kept.assign(a.groups, 0);
+    for (int64_t g = 0; g < a.groups; g++) group_scores[g] = group_score(a, biased.data() + g * group_size, group_size);
     for (int64_t i = 0; i < a.top_groups; i++) {
-      const int64_t g = best_of(of_groups.data(), a.groups);
-      kept[g] = 1, of_groups[g] = kNever;
+      const int64_t g = index_of_max(group_scores.data(), a.groups);
+      kept[g] = 1, group_scores[g] = kNegInf;
     }
     for (int64_t i = 0; i < n; i++)
-      if (!kept[i / each]) choice[i] = kNever;
+      if (!kept[i / group_size]) biased[i] = kNegInf;
   }
   float* weights = a.weights + token * a.top_k;
   float total = 0;
   for (int64_t j = 0; j < a.top_k; j++) {
-    const int64_t id = best_of(choice.data(), n);
-    choice[id] = kNever;
+    const int64_t id = index_of_max(biased.data(), n);
+    biased[id] = kNegInf;
     a.ids[token * a.top_k + j] = id;
     total += weights[j] = scores[id];
   }
-  const float divisor = !a.renormalize ? 1.0f : total < a.least_sum ? a.least_sum : total;
+  const float divisor = !a.renormalize ? 1.0f : total < a.min_sum ? a.min_sum : total;
   for (int64_t j = 0; j < a.top_k; j++) weights[j] = weights[j] / divisor * a.scale;
 }
 
@@ -134,11 +135,11 @@ void combine_token(const Combine& a, int64_t token) {
   const T* x = (const T*)a.x + token * a.top_k * a.size;
   const float* weights = a.weights + token * a.top_k;
   const T* shared = (const T*)a.shared + token * a.shared_stride;
-  const float share = a.gate ? 1.0f / (exp(all(-a.gate[token])) + 1.0f)[0] : 1.0f;
+  const float share = a.gate ? 1.0f / (exp(broadcast(-a.gate[token])) + 1.0f)[0] : 1.0f;
   T* out = (T*)a.out + token * a.out_stride;
-  by_sixteen(a.size, [&](int64_t i, auto count) {
+  for_each_16(a.size, [&](int64_t i, auto count) {
     f32x16 total = {};
-    for (int64_t j = 0; j < a.top_k; j++) total = fma(get(x + j * a.size + i, count), all(weights[j]), total);
+    for (int64_t j = 0; j < a.top_k; j++) total = fma(get(x + j * a.size + i, count), broadcast(weights[j]), total);
     if (a.shared) total += get(shared + i, count) * share;
     put(out + i, total, count);
   });

@@ -1,8 +1,8 @@
-// Walsh-Hadamard transforms of blocks of a row, which spread its largest values over the block (QuaRot, Ashkboos et al., 2024).
+// Walsh-Hadamard transforms of blocks of a row, which spread outliers over the block (QuaRot, Ashkboos et al., 2024).
 //
-// A matrix whose rows were transformed, over the length of a block, gives the same products with a transformed row: H H is
-// that length times the identity. Butterflies are added from neighbours to halves of a block, in float32, so that every
-// instruction set has the same bits; `penstock.ops.hadamard` is the definition.
+// A matrix whose rows are transformed, and divided by the block size, has the same products with transformed rows: H H is
+// the block size times the identity. Butterflies are float32 additions with strides 1, 2, 4, ..., so that all instruction
+// sets give the same bits; `penstock.ops.hadamard` is the definition.
 
 #pragma once
 
@@ -14,9 +14,9 @@
 namespace penstock {
 namespace PENSTOCK_ISA {
 
-constexpr int64_t kMaxRotation = 64;  // longest block; lengths are powers of two
+constexpr int64_t kMaxRotation = 64;  // maximum block size; block sizes are powers of two
 
-// Sums and differences of lanes that are `half` lanes apart, in the places of both.
+// Sums and differences of lanes `half` apart, stored in both lanes.
 template <int half, int n, size_t... i>
 inline auto butterfly_native(const Vector<float, n>& v, std::index_sequence<i...>) {
   static constexpr float signs[n] = {(i & half ? -1.0f : 1.0f)...};
@@ -26,7 +26,7 @@ inline auto butterfly_native(const Vector<float, n>& v, std::index_sequence<i...
 template <int half, class V>
 inline V butterfly(const V& v) {
   constexpr int n = kLanesOf<V>;
-  if constexpr (!IsTwo<V>::value)
+  if constexpr (!IsVectorPair<V>::value)
     return butterfly_native<half, n>(v, std::make_index_sequence<n>());
   else if constexpr (half == n / 2)
     return {v.low + v.high, v.low - v.high};
@@ -39,26 +39,26 @@ inline void butterfly(f32x16& a, f32x16& b) {
   b = a - b, a = sum;
 }
 
-// 64 inputs, of one block or several.
+// Transforms 64 inputs, of one or more blocks.
 inline void transform(f32x16 (&v)[4], int64_t block) {
-  for (f32x16& each : v) {
-    if (block > 1) each = butterfly<1>(each);
-    if (block > 2) each = butterfly<2>(each);
-    if (block > 4) each = butterfly<4>(each);
-    if (block > 8) each = butterfly<8>(each);
+  for (f32x16& vector : v) {
+    if (block > 1) vector = butterfly<1>(vector);
+    if (block > 2) vector = butterfly<2>(vector);
+    if (block > 4) vector = butterfly<4>(vector);
+    if (block > 8) vector = butterfly<8>(vector);
   }
   if (block > 16) butterfly(v[0], v[1]), butterfly(v[2], v[3]);
   if (block > 32) butterfly(v[0], v[2]), butterfly(v[1], v[3]);
 }
 
-// Transforms of blocks of `block` inputs, a power of two that divides their number: in float32, in memory of this thread's
-// that lasts until the next call.
+// Transforms blocks of `block` inputs, a power of two that divides `count`. The float32 result is in thread-local memory
+// that is valid until the next call.
 template <class T>
-float* rotated(const T* x, int64_t count, int64_t block) {
+float* rotate_blocks(const T* x, int64_t count, int64_t block) {
   thread_local std::vector<float> memory;
-  float* const out = with_room(memory, ceil_div(count, kMaxRotation) * kMaxRotation);
+  float* const out = scratch(memory, ceil_div(count, kMaxRotation) * kMaxRotation);
   f32x16 v[4];
-  if (block == kMaxRotation) {  // known to the compiler
+  if (block == kMaxRotation) {  // a compile-time constant
     for (int64_t i = 0; i < count; i += kMaxRotation) {
       for (int g = 0; g < 4; g++) v[g] = load(x + i + g * 16);
       transform(v, kMaxRotation);
@@ -67,7 +67,7 @@ float* rotated(const T* x, int64_t count, int64_t block) {
     return out;
   }
   for (int64_t i = 0; i < count; i += kMaxRotation) {
-    for (int g = 0; g < 4; g++) v[g] = load_some(x + i + g * 16, count - i - g * 16);
+    for (int g = 0; g < 4; g++) v[g] = load_n(x + i + g * 16, count - i - g * 16);
     transform(v, block);
     for (int g = 0; g < 4; g++) store(out + i + g * 16, v[g]);
   }

@@ -1,13 +1,13 @@
-// The kernels of one instruction set: compiled once for each, with PENSTOCK_ISA as the set's name.
+// Kernel table, compiled once per instruction set with its name as PENSTOCK_ISA.
 
 #include "kernels.h"
 
 #include "by_head.h"
 #include "elementwise.h"
 #include "experts.h"
-#include "likeliest.h"
+#include "argmax.h"
 #include "limits.h"
-#include "low_rank.h"
+#include "lora.h"
 
 namespace penstock {
 namespace PENSTOCK_ISA {
@@ -18,38 +18,38 @@ Type type_of(const A& args) {
     return args.out_type;
   else if constexpr (requires { args.matrix; })
     return args.matrix.type;
-  else if constexpr (requires { args.whole->type; })
-    return args.whole->type;
-  else if constexpr (requires { args.whole; })
-    return args.whole.type;
+  else if constexpr (requires { args.matrix->type; })
+    return args.matrix->type;
+  else if constexpr (requires { args.matrix; })
+    return args.matrix.type;
   else
     return args.type;
 }
 
-template <class A, void (*Float)(const A&, int64_t), void (*Brain)(const A&, int64_t)>
+template <class A, void (*Float32)(const A&, int64_t), void (*Bf16)(const A&, int64_t)>
 void by_type(const A& args, int64_t task) {
-  type_of(args) == Type::float32 ? Float(args, task) : Brain(args, task);
+  type_of(args) == Type::float32 ? Float32(args, task) : Bf16(args, task);
 }
 
 template <class A, void (*Kernel)(const A&, int64_t)>
-void with_tiles(const A& args, int64_t task) {
-  const TileUse tiles;
+void with_amx(const A& args, int64_t task) {
+  const AmxScope tiles;
   Kernel(args, task);
 }
 
-template <class A, void (*Float)(const A&, int64_t), void (*Brain)(const A&, int64_t)>
-constexpr auto product = with_tiles<A, by_type<A, Float, Brain>>;
+template <class A, void (*Float32)(const A&, int64_t), void (*Bf16)(const A&, int64_t)>
+constexpr auto product = with_amx<A, by_type<A, Float32, Bf16>>;
 
-void settle(const Screening& s, Candidate& candidate) {
-  const TileUse tiles;
-  type_of(s) == Type::float32 ? settle_candidate<float>(s, candidate) : settle_candidate<bf16>(s, candidate);
+void evaluate(const SketchSearch& s, Candidate& candidate) {
+  const AmxScope tiles;
+  type_of(s) == Type::float32 ? evaluate_candidate<float>(s, candidate) : evaluate_candidate<bf16>(s, candidate);
 }
 
 void store(const Store& a, int64_t token);
-void export_kv(const Exchange& a, int64_t task);
-void import_kv(const Exchange& a, int64_t task);
+void export_kv(const KVTransfer& a, int64_t task);
+void import_kv(const KVTransfer& a, int64_t task);
 void attention(const Attention& a, int64_t task);
-void latent_join(const Attention& a, int64_t task);
+void latent_merge(const Attention& a, int64_t task);
 void latent_store(const LatentStore& a, int64_t token);
 
 #define PENSTOCK_TEXT(x) #x
@@ -62,21 +62,21 @@ const Kernels kernels = {
     kTaskRows,
     product<Linear, linear_block<float>, linear_block<bf16>>,
     product<Linear, gated_block<float>, gated_block<bf16>>,
-    product<LowRank, low_rank_block<float, false>, low_rank_block<bf16, false>>,
-    product<LowRank, low_rank_block<float, true>, low_rank_block<bf16, true>>,
-    product<Choices, expert_block<float, false>, expert_block<bf16, false>>,
-    product<Choices, expert_block<float, true>, expert_block<bf16, true>>,
+    product<LoRA, lora_block<float, false>, lora_block<bf16, false>>,
+    product<LoRA, lora_block<float, true>, lora_block<bf16, true>>,
+    product<ExpertLinear, expert_block<float, false>, expert_block<bf16, false>>,
+    product<ExpertLinear, expert_block<float, true>, expert_block<bf16, true>>,
     route_token,
     by_type<Combine, combine_token<float>, combine_token<bf16>>,
-    with_tiles<Likeliest, likeliest_block>,
+    with_amx<ArgMax, argmax_block>,
     by_type<Sketch, sketch_panel<float>, sketch_panel<bf16>>,
-    by_type<Screening, measure_row<float>, measure_row<bf16>>,
-    with_tiles<Screening, screen_block>,
-    settle,
+    by_type<SketchSearch, measure_norms_row<float>, measure_norms_row<bf16>>,
+    with_amx<SketchSearch, find_candidates_block>,
+    evaluate,
     by_type<Quantize, quantize_row<float>, quantize_row<bf16>>,
     by_type<Rotate, rotate_row<float>, rotate_row<bf16>>,
     by_type<GroupSums, sum_groups_row<float>, sum_groups_row<bf16>>,
-    by_type<Gather, gather_row<float>, gather_row<bf16>>,
+    by_type<Embedding, embedding_row<float>, embedding_row<bf16>>,
     by_type<Pack, pack_panel<float>, pack_panel<bf16>>,
     pack_panel<int8_t>,
     by_type<Norm, norm_row<float>, norm_row<bf16>>,
@@ -88,12 +88,12 @@ const Kernels kernels = {
     export_kv,
     import_kv,
     attention,
-    latent_join,
+    latent_merge,
     latent_store,
-    product<ByHead, by_head_block<float>, by_head_block<bf16>>,
+    product<LinearByHead, linear_by_head_block<float>, linear_by_head_block<bf16>>,
     read,
-    dots<PairStep>,
-    dots<QuadStep>,
+    run_dots<Bf16Step>,
+    run_dots<Int8Step>,
 };
 
 }  // namespace PENSTOCK_ISA

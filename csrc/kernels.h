@@ -1,7 +1,9 @@
-// What the kernels are told, and the table of them that each instruction set fills.
+// Arguments of the kernels, and the table of kernels (`Kernels`) that each instruction set provides.
 //
-// A call is cut into tasks that any thread may run in any order: no sum crosses tasks, and within a task the order of
-// an output element's sum depends on that element alone. That is what makes results independent of the batch.
+// A call is divided into tasks that any thread may run in any order. No sum crosses tasks, and within a task the order of
+// summation of an output depends only on that output. So results do not depend on the rest of the batch.
+//
+// Notation: [rows, in] are the dimensions of a row-major array. "Elements apart" are strides in elements.
 
 #pragma once
 
@@ -11,232 +13,230 @@
 
 namespace penstock {
 
-// What is computed in.
+// Data type of activations and results.
 enum class Type : int32_t { float32, bfloat16 };
 
-// How a matrix is kept: as it is, or as integers or tiny floating-point numbers (e2m1) with a scale for each output and group
-// of inputs; `a8` means that what it is multiplied with is rounded to 8 bits, too.
-enum class Format : int32_t { plain, w8a8, w4a8, wint8, wint4, wfloat4 };
+// Storage format of a matrix: unquantized, integers, or 4-bit floating-point numbers (e2m1) with one scale per output and
+// group of inputs. With the `a8` formats, activations are quantized to 8 bits, too.
+enum class Format : int32_t { unquantized, w8a8, w4a8, wint8, wint4, wfloat4 };
 
-// Functions of single numbers, as `ACTIVATIONS` of ops/activations.py has them: gelu by the error function, gelu_tanh by its
-// approximation with the hyperbolic tangent. The last one is of a gate and what it gates (`GATES`).
+// Activation functions, in the order of `ACTIVATIONS` and `GATES` in ops/activations.py: gelu is exact, gelu_tanh its tanh
+// approximation. swigluoai is a function of both a gate and the value that it gates.
 enum class Activation : int32_t { silu, gelu, gelu_tanh, relu, tanh, swigluoai };
 
-// Columns of a packed matrix that lie together. A panel of a [out, in] matrix holds 64 outputs, input after input, so
-// that a vector holds one input (or some) of 16 outputs; how many is the format's matter (formats.h).
+// Outputs of a panel. A packed [out, in] matrix consists of panels of 64 outputs. A panel stores input after input, so that a
+// vector holds one input (or a few, depending on the format: formats.h) of 16 outputs.
 constexpr int64_t kPanel = 64;
 
-// A number for each group and output, [panels][groups][64]: float32, float16 that are zero or normal, or int8.
+// A value for each group and output, [panels][groups][64]: float32, float16 (zero or normal), or int8.
 enum class GroupType : int32_t { float32, float16, int8 };
-struct OfGroups {
-  const void* at;  // null: there are none
+struct GroupValues {
+  const void* data;  // null: absent
   GroupType type;
 };
 
-// A packed [outputs, in]. A weight of integers is q * scale + offset. With int8 group scales, it is q * scale * output_scale;
-// q * scale fits in 8 bits, so products are summed in integers.
+// A packed matrix [outputs, in]. A quantized weight is q * scale + offset. With int8 group scales, it is
+// q * scale * output_scale; q * scale fits in 8 bits, so products are summed in integers.
 struct Matrix {
   const void* panels;
-  OfGroups scales, offsets;
+  GroupValues scales, offsets;
   const float* output_scales;  // [panels][64]; null unless group scales are int8
-  const float* bias;           // [outputs]; null: none
-  const int32_t* order;  // [in]: which input a column of the panels is; null: they lie as inputs come
-  int64_t in, outputs, group;
-  int64_t rotation;  // inputs of a Hadamard block (hadamard.h); 1: weights are not rotated
-  bool x_in_groups;  // whether rows of integers have a scale for each of several groups
+  const float* bias;           // [outputs]; null: absent
+  const int32_t* order;        // [in]: index of the input in each column of the panels; null: unpermuted
+  int64_t in, outputs, group;  // `group`: inputs of a group
+  int64_t rotation;            // size of the Hadamard blocks (hadamard.h); 1: weights are not rotated
+  bool x_in_groups;            // quantized activations have one scale per group, for several groups
   Format format;
   Type type;
 };
 
-// [rows, in] by a matrix to [rows, out].
+// Product of x [rows, in] and a matrix: [rows, outputs].
 struct Linear {
   Matrix matrix;
-  const void* x;          // of the matrix's type; for a8 formats int8, each row padded with zeros; in the matrix's order
-  const float* x_scales;  // for a8 formats: [rows], or [rows, groups]
-  const void* x_sums;     // [rows, sums_of(matrix)]: int32 for a8 formats; float32 for others with offsets
+  const void* x;  // in the matrix's type and order of inputs; a8 formats: int8, rows padded with zeros to 8 inputs
+  const float* x_scales;  // a8 formats: [rows], or [rows, groups]
+  const void* x_sums;  // [rows, num_sums(matrix)]: int32 for a8 formats, float32 for other formats with offsets
   void* out;
-  int64_t out_stride;  // elements from one row to the next
+  int64_t out_stride;  // elements between rows
   int64_t rows;
-  int64_t panels;  // of a task
+  int64_t panels;  // panels per task
   Type out_type;
-  Activation activation = Activation::silu;  // of a gated product
+  Activation activation = Activation::silu;  // only for gated products
 };
 
-// Some rows by one of an adapter's two matrices: down to a few numbers each, which lie one after the other, or from there
-// up, scaled, onto what a layer has made of the same rows.
-struct LowRank {
-  Matrix matrix;  // plain
+// Product of selected rows and one of the two matrices of a LoRA adapter: down to the ranks, which are stored contiguously, or
+// from these up, scaled, and added to the layer's output.
+struct LoRA {
+  Matrix matrix;  // unquantized
   const void* x;
   void* out;
-  const int32_t* rows;  // [count]: of the layer's input on the way down, of its output on the way up
-  int64_t x_stride, out_stride;  // elements from one row to the next
+  const int32_t* rows;  // [count]: rows of the layer's input (down) or output (up)
+  int64_t x_stride, out_stride;  // elements between rows
   int64_t count;
-  int64_t panels;  // of a task
+  int64_t panels;  // panels per task
   float scale;
 };
 
-// The choices of one expert in a mixture of experts, by its matrix: a choice is one of `top_k` experts of a token, and the
-// c-th choice is of the token c / top_k.
-struct Choices {
+// Product of an expert's matrix and the rows assigned to it. An assignment is one of the `top_k` experts of a token: number c
+// belongs to token c / top_k.
+struct ExpertLinear {
   Matrix matrix;
-  const void* x;          // as in Linear, but not in the matrix's order
+  const void* x;  // as in Linear, but with unpermuted inputs
   const float* x_scales;
   const void* x_sums;
   void* out;
-  const int32_t* choices;  // [count]
+  const int32_t* assignments;  // [count]
   int64_t count;
-  int64_t choices_per_row;  // 1 where x has a row for each choice, top_k where it has one for each token
-  int64_t out_stride;       // elements from one choice to the next
-  int64_t panels;           // of a task
+  int64_t assignments_per_row;  // 1 if x has a row per assignment, top_k if it has one per token
+  int64_t out_stride;  // elements between assignments
+  int64_t panels;  // panels per task
   Type out_type;
-  Activation activation = Activation::silu;  // of a gated product
+  Activation activation = Activation::silu;  // only for gated products
 };
 
-// Which experts each token goes to, and with which weights.
+// Selection of the experts of each token, and their weights.
 struct Router {
   const float* logits;  // [tokens, experts]
-  const float* bias;    // [experts], added to scores for the choice alone; null: none
-  int64_t* ids;         // [tokens, top_k]
-  float* weights;       // [tokens, top_k]
+  const float* bias;  // [experts], added to scores for the selection only; null: absent
+  int64_t* ids;  // [tokens, top_k]
+  float* weights;  // [tokens, top_k]
   int64_t experts, top_k, groups, top_groups;
-  float scale, least_sum;
-  bool sigmoid, best_two, renormalize;  // `best_two`: a group's score is the sum of its two best, else its best
+  float scale, min_sum;
+  bool sigmoid, sum_top2, renormalize;  // `sum_top2`: a group's score is the sum of its two best scores, else its best
 };
 
-// The weighted sum of a token's choices, in their order, and what its shared expert made.
+// Weighted sum of the outputs of a token's experts, in their order, plus the output of its shared experts.
 struct Combine {
-  const void* x;         // [tokens, top_k, size]
+  const void* x;  // [tokens, top_k, size]
   const float* weights;  // [tokens, top_k]
-  const void* shared;    // [tokens, size], rows `shared_stride` elements apart; null: none
-  const float* gate;     // [tokens]: the logit of the shared expert's weight; null: 1
+  const void* shared;  // [tokens, size], rows `shared_stride` elements apart; null: absent
+  const float* gate;  // [tokens]: logit of the weight of `shared`; null: weight 1
   void* out;
   int64_t top_k, size, shared_stride, out_stride;
   Type type;
 };
 
-// Rows rounded to 8 bits, each with its own scale, as a8 formats multiply them.
+// Quantization of rows to 8 bits for a8 formats.
 struct Quantize {
   const void* x;  // [rows, in]
-  int8_t* out;    // [rows, padded]
+  int8_t* out;  // [rows, padded]
   float* scales;  // [rows], or with `in_groups` [rows, groups]
-  int32_t* sums;  // [rows, groups]; with `has_total` [rows, groups + 1], the last of which is a whole row's
+  int32_t* sums;  // [rows, groups]; with `has_total` [rows, groups + 1], the last being the sum of the row
   int64_t in, padded, group, rotation;
   bool in_groups, has_total;
   Type type;
 };
 
-// Rows rotated as a matrix's weights are, for formats that do not round rows.
+// Rotation of rows for rotated matrices whose format does not quantize rows.
 struct Rotate {
   const void* x;  // [rows, in]
-  void* out;      // [rows, in]
+  void* out;  // [rows, in]
   int64_t in, rotation;
   Type type;
 };
 
-// Sums of a row's groups, as formats that do not round rows take them where there are offsets.
+// Sums of the groups of a row, for formats with offsets that do not quantize rows.
 struct GroupSums {
   const void* x;  // [rows, in]
-  float* sums;    // [rows, groups]
+  float* sums;  // [rows, groups]
   int64_t in, group;
   Type type;
 };
 
-// Which outputs of a row may be chosen: a bit each.
-struct Allowed {
-  const uint16_t* bits;  // [rows, sixteens]; null: all may
-  int64_t sixteens;
+// Allowed outputs of each row, one bit each.
+struct Bitmask {
+  const uint16_t* bits;  // [rows, stride], 16 outputs per element; null: all outputs are allowed
+  int64_t stride;
 };
 
-// The largest output of each row, without keeping the others: of each task's panels the value and the output.
-struct Likeliest {
-  Linear product;  // `out` is void
-  Allowed allowed;
-  float* values;   // [rows, tasks of a row]
+// Largest output of each row: value and index for each task's panels.
+struct ArgMax {
+  Linear product;  // `out` is not used
+  Bitmask bitmask;
+  float* values;  // [rows, tasks per row]
   int64_t* outputs;
 };
 
-// A plain matrix without bias, the same rounded to 8 bits, and how far off that is: of each panel's outputs the largest
-// distance from what they were rounded to, and the largest length of the latter.
+// An unquantized matrix without bias, its copy quantized to 8 bits, and bounds of the errors of each panel.
 struct Sketch {
-  Matrix whole, rounded;  // the latter's panels and scales are written
-  float *off, *lengths;   // [panels]
+  Matrix matrix, quantized;  // panels and scales of `quantized` are written
+  float *error_norms, *norms;  // [panels]: largest norm of an output's quantization error, and of its quantized weights
 };
 
 // Sixteen outputs of a row, one of which may be the row's largest.
 struct Candidate {
-  int32_t row, sixteen;
-  float value;   // no output is larger; once it is settled, the largest one
-  int32_t lane;  // of it
+  int32_t row, vector;  // `vector`: index of the first output / 16
+  float value;  // upper bound of the outputs; after `evaluate` the largest output
+  int32_t lane;  // lane of the largest output
 };
 
-// Finds candidates by a sketch, for at most kRowBlock rows.
-struct Screening {
-  Linear product;  // by the rounded matrix; `out` is void
-  Allowed allowed;
-  const Matrix* whole;
-  const float *off, *lengths;
+// Search of candidates with a sketch, for at most kRowBlock rows.
+struct SketchSearch {
+  Linear product;  // with the quantized matrix; `out` is not used
+  Bitmask bitmask;
+  const Matrix* matrix;
+  const float *error_norms, *norms;
   const void* x;
-  float *x_lengths, *x_off;  // [rows]
-  std::atomic<float>* least;  // [rows]: what the largest output is at least
-  Candidate* candidates;      // [tasks][rows * panels of a task * 4]
-  int64_t* counts;            // [tasks]
+  float *x_norms, *x_error_norms;  // [rows]
+  std::atomic<float>* lower_bounds;  // [rows]: lower bound of the largest output
+  Candidate* candidates;  // [tasks][rows * panels per task * 4]
+  int64_t* counts;  // [tasks]
 };
 
-// Rows of a packed [vocabulary, size] matrix that begins with the row `first` of the whole one; what is in none of its rows
-// is left as it is.
-struct Gather {
+// Rows of a packed matrix [vocabulary, size], whose first row is row `first` of the full vocabulary. Ids outside the matrix
+// leave their row of `out` unchanged.
+struct Embedding {
   Matrix matrix;
   const int64_t* ids;
   void* out;
   int64_t first;
 };
 
-// Packs some rows of a matrix, and rounds where the format wants it: its panels and scales are written; of integers that
-// are given its panels alone.
+// Packs rows of a matrix. If the format quantizes, panels and scales are written; if the input is integers, only panels.
 struct Pack {
   Matrix matrix;
-  const void* weight;  // [rows, in], row by row: of the matrix's type, or int8
-  int64_t first, rows;  // the first one is the first of a panel
+  const void* weight;  // [rows, in], in the matrix's type or int8
+  int64_t first, rows;  // `first`: first row, a multiple of kPanel
 };
 
-// Norms [rows, groups, size]; rows of x lie `stride` elements apart. With a residual, x is added to it first. A wide norm's
-// weights are float32, and what they are multiplied with is rounded only then.
+// RMS norms or layer norms of [rows, groups, size]; rows of x are `stride` elements apart. With a residual, x is added to it
+// first, and the sum is normalized.
 struct Norm {
   const void* x;
-  void* residual;  // null: none; else read and written, [rows, size], and groups is 1
+  void* residual;  // null: absent; else updated, [rows, size], and groups is 1
   const void* weight;  // null: only add to the residual
   void* out;
   int64_t groups, size, stride;
   float eps;
   Type type;
-  bool wide, centered;    // the latter, of wide ones, takes the mean away first (LayerNorm)
-  int64_t weight_stride;  // of a wide norm: elements from one group's weights to the next's
-  const float* bias;      // [size], of a wide norm; null: none
+  bool wide, centered;  // `wide`: float32 weights, round once; `centered` (with `wide`): subtract the mean (layer norm)
+  int64_t weight_stride;  // with `wide`: elements between the weights of groups
+  const float* bias;  // [size], with `wide`; null: absent
 };
 
-// [tokens, heads, dim], tokens `stride` elements apart in x, of which the first `rotary` elements of each head are turned by
-// the table's angles at their positions: those of the first half against those of the second, or, interleaved, neighbours.
+// Rotary embedding of [tokens, heads, dim]; tokens of x are `stride` elements apart. The first `rotary` elements of each head
+// are rotated by the table's angles at the token's position: halves against each other or, interleaved, adjacent elements.
 struct Rope {
   const void* x;
   void* out;
   const int64_t* positions;
-  const float* table;  // [longest, rotary], cosines then sines
+  const float* table;  // [max positions, rotary], cosines then sines
   int64_t heads, dim, stride, rotary;
   Type type;
   bool interleaved;
 };
 
-// Of [rows, size], or where it is gated of [rows, 2 * size], whose second half it is multiplied with.
+// Activation of [rows, size]; if gated, of the first half of [rows, 2 * size], multiplied by the second half.
 struct Activate {
   const void* x;
-  void* out;                         // [rows, size]
-  int64_t size, stride, out_stride;  // rows of x and out are so many elements apart
+  void* out;  // [rows, size]
+  int64_t size, stride, out_stride;  // `stride`, `out_stride`: elements between rows of x and out
   Type type;
   Activation activation;
   bool gated;
 };
 
-// [rows, size] times a factor; with a cap, which is then not exceeded, cap * tanh(x / cap) of that.
+// [rows, size] times a factor, then the soft cap cap * tanh(x / cap) unless `cap` is 0.
 struct Scale {
   const void* x;
   void* out;
@@ -252,32 +252,32 @@ struct ToFloat32 {
   Type type;
 };
 
-// A layer's cache: for each panel of `panel` positions (`panel_of` a block's) and head the keys, then the values. Keys lie
-// as `panel` columns over `dim` inputs, values as `dim` columns over `panel` inputs: both attention's products are then the
-// linear layer's. Where keys and values are rounded to 8 bits, a float32 scale for each position's key follows, and for
-// each one's value.
+// Stores keys and values in a layer's cache. The cache holds, for each panel of `panel` positions (`panel_positions` of the
+// block size) and head, the keys, then the values. Keys are stored as a matrix of `panel` columns and `dim` inputs, values as
+// one of `dim` columns and `panel` inputs, so that attention's products have the form of linear layers. In a quantized cache,
+// the float32 scales of the panel's keys follow, then those of its values.
 struct Store {
   const void *k, *v;  // [tokens, kv_heads, dim], tokens `stride_k` and `stride_v` elements apart
   void* cache;
   const int64_t* slots;
   int64_t kv_heads, dim, panel, stride_k, stride_v;
   Type type;
-  bool rounded;
+  bool quantized;
 };
 
-// A layer's keys and values of some tokens, between its cache and a buffer in which a layer is, for each `slot_tokens`
-// tokens, [2, slot_tokens, all_heads] vectors, keys first. Where these are rounded, their scale follows each of them.
-struct Exchange {
+// Copies a layer's keys and values of some tokens between its cache and a transfer buffer. The buffer holds, for each slot of
+// `slot_tokens` tokens, [2, slot_tokens, all_heads] vectors, keys first. Quantized vectors are followed by their scale.
+struct KVTransfer {
   void* cache;
-  char* buffer;  // at the layer's part of the first slot
-  const int64_t *slots, *places;  // [tokens]: in the cache, and in the buffer as if its slots were joined
-  const int64_t* chosen;          // [count]: tokens
+  char* buffer;  // the layer's data of the first slot
+  const int64_t *slots, *places;  // [tokens]: slots of the cache; positions in the buffer, slot * slot_tokens + index
+  const int64_t* tokens;  // [count]: indices of the tokens to copy
   int64_t count;
   int64_t kv_heads, dim, panel;
   int64_t all_heads, first_head, slot_tokens, slot_bytes;
   Type type;
-  bool rounded;
-  bool latent;  // [slot_tokens] vectors in the buffer
+  bool quantized;
+  bool latent;  // the buffer holds [slot_tokens] vectors per slot
 };
 
 struct Attention {
@@ -286,99 +286,99 @@ struct Attention {
   const void* cache;
   const int32_t* block_tables;  // [sequences, table_width]
   const int32_t* query_starts;  // [sequences + 1]
-  const int32_t* lengths;       // [sequences]
-  // [tasks, 2]: sequence and first row (query * heads per kv head) of each task; of a latent cache [tasks, 4]: these, and
-  // which part of the positions (kPart) the task takes, of how many parts; -1: all of them, in turn.
+  const int32_t* lengths;  // [sequences]
+  // [tasks, 2]: sequence and first row (query * heads per KV head) of each task. Latent cache: [tasks, 4]: additionally the
+  // split of positions (kSplitPositions) that the task computes, and the number of splits; split -1: all of them, in order.
   const int32_t* tiles;
   int64_t tasks, heads, kv_heads, dim, block_size, table_width, window;
-  int64_t out_stride;  // elements from one token to the next
+  int64_t out_stride;  // elements between tokens
   float scale;
   Type type;
-  bool rounded;
-  float cap;           // of scores, cap * tanh(score / cap); 0: none
-  const float* sinks;  // [heads]: scores that take part in the softmax and have no value; null: none
-  int64_t latent;     // of a latent cache, elements of a value; 0: the cache has keys and values
-  int64_t task_rows;  // of a latent cache: queries times heads of a task
-  float* partial;     // of a latent cache: [tasks, task_rows, latent + 32], what rows come to in a task's part
-  bool causal;  // else a query sees the positions after its own, too: all, or as many as `window` has before it
-  const int32_t* key_ends;  // [tokens]: behind the last position that each query sees; null: as `causal` says
-  bool chunked;  // a query sees its own chunk of `window` positions, from the beginning
+  bool quantized;
+  float cap;  // soft cap of the scores, cap * tanh(score / cap); 0: off
+  const float* sinks;  // [heads]: sink logits; null: absent
+  int64_t latent;  // latent cache: elements of a value; 0: separate keys and values
+  int64_t task_rows;  // latent cache: rows (queries times heads) of a task
+  float* partial;  // latent cache: [tasks, task_rows, latent + 32], partial results of splits
+  bool causal;  // false: queries also attend to later positions, with a window to as many as before them
+  const int32_t* key_ends;  // [tokens]: end (exclusive) of the positions that each query attends to; null: see `causal`
+  bool chunked;  // queries attend only within their chunk of `window` positions
 };
 
-// Rotary parts of queries and keys, turned, and what a latent cache keeps of a token: a panel's vectors lie one after the
-// other, each a latent vector and the turned key behind it. Where these are rounded to 8 bits, a float32 scale for each
-// follows the panel's.
+// Rotary embedding of the rotary parts of queries and keys, and storage of latent vectors. A panel of a latent cache holds its
+// vectors one after the other, each a latent vector followed by the rotated key. In a quantized cache, the float32 scales of
+// the panel's vectors follow.
 struct LatentStore {
   const void *q, *k, *latent;  // [tokens, heads, rope], [tokens, rope] and [tokens, dim - rope]
-  void* out;                   // [tokens, heads, rope], of queries
+  void* out;  // [tokens, heads, rope], the rotated queries
   const int64_t* positions;
-  const float* table;  // [longest, rope], cosines then sines
+  const float* table;  // [max positions, rope], cosines then sines
   void* cache;
   const int64_t* slots;
   int64_t heads, rope, dim, panel;
-  int64_t q_stride, q_head, k_stride, latent_stride, out_stride, out_head;  // elements from a token, or head, to the next
-  bool pairs;  // neighbours are turned together, and not halves
+  int64_t q_stride, q_head, k_stride, latent_stride, out_stride, out_head;  // elements between tokens; `_head`: heads
+  bool interleaved;
   Type type;
-  bool rounded;
+  bool quantized;
 };
 
-// Each head of a row by its own matrix, which lie one after the other, each of `padded` outputs, of which it has `outputs`.
-struct ByHead {
-  Matrix matrix;  // plain
+// Product of each head of a row and the head's matrix. The matrices are stacked, each padded from `outputs` to `padded`
+// outputs.
+struct LinearByHead {
+  Matrix matrix;  // unquantized
   const void* x;
   void* out;
-  int64_t x_stride, x_head, out_stride, out_head;  // elements from a row, or head, to the next
+  int64_t x_stride, x_head, out_stride, out_head;  // elements between rows; `_head`: heads
   int64_t rows, heads, outputs, padded;
 };
 
-// A piece of memory for each task, `size` bytes, a multiple of 256.
+// Memory to read, `size` bytes per task, a multiple of 256.
 struct Read {
   const void* from;
   int64_t size;
 };
 
-// Positions that attention takes together, whatever the block size, on which its results therefore do not depend.
+// Positions that attention processes at a time, for all block sizes, so that results do not depend on the block size.
 constexpr int64_t kSpan = 64;
 
-// Positions of a latent cache that are summed together, by whichever thread: sums of parts are joined in their order.
-constexpr int64_t kPart = 512;
+// Positions of a split of a latent cache. Splits are computed separately, and their results are merged in order.
+constexpr int64_t kSplitPositions = 512;
 
-// Positions of a panel, of which both blocks and spans are made: a span, unless it is not of whole blocks. Block sizes are
-// multiples of 16.
-constexpr int64_t panel_of(int64_t block_size) {
+// Positions of a panel of the KV cache, which divides both the block size (a multiple of 16) and kSpan.
+constexpr int64_t panel_positions(int64_t block_size) {
   const int64_t power = block_size & -block_size;
   return power < kSpan ? power : kSpan;
 }
 
-constexpr int64_t kTileRows = 6;    // rows of a product, unless its format says otherwise
-constexpr int64_t kMostPanels = 8;  // of a linear layer's task
-constexpr int64_t kRowsTogether = 16;
-constexpr int64_t kMaxHead = 256;   // largest head size
-constexpr int64_t kMaxLatent = 512;     // largest value of a latent cache
-constexpr int64_t kMaxLatentKey = 640;  // and key
-constexpr int64_t kLatentGroups = 6;    // rows of a latent cache's task, in those of another one
+constexpr int64_t kTileRows = 6;  // rows of a register tile of products, unless the format has its own number
+constexpr int64_t kMaxTaskPanels = 8;  // panels of a linear layer's task
+constexpr int64_t kRowsPerTask = 16;  // rows of a task of row kernels
+constexpr int64_t kMaxHead = 256;  // largest head size
+constexpr int64_t kMaxLatent = 512;  // largest value size of a latent cache
+constexpr int64_t kMaxLatentKey = 640;  // largest key size of a latent cache
+constexpr int64_t kMaxLatentGroups = 6;  // a task over a latent cache has at most this many times the rows of other tasks
 constexpr int64_t kMaxBlock = 256;  // largest block size
 
 struct Kernels {
   const char* name;
-  int64_t linear_rows, attention_rows;  // of a task; of the latter's, queries times the heads that share keys
+  int64_t linear_rows, attention_rows;  // rows of a task; attention: queries times heads per KV head
   void (*linear)(const Linear&, int64_t task);
-  void (*gated)(const Linear&, int64_t task);  // silu of the first half of outputs by the other one
-  void (*low_rank_down)(const LowRank&, int64_t task);
-  void (*low_rank_up)(const LowRank&, int64_t task);
-  void (*expert)(const Choices&, int64_t task);
-  void (*gated_expert)(const Choices&, int64_t task);
+  void (*gated)(const Linear&, int64_t task);  // activation of the first half of the outputs, times the second half
+  void (*lora_down)(const LoRA&, int64_t task);
+  void (*lora_up)(const LoRA&, int64_t task);
+  void (*expert)(const ExpertLinear&, int64_t task);
+  void (*gated_expert)(const ExpertLinear&, int64_t task);
   void (*router)(const Router&, int64_t row);
   void (*combine)(const Combine&, int64_t row);
-  void (*likeliest)(const Likeliest&, int64_t task);
+  void (*argmax)(const ArgMax&, int64_t task);
   void (*sketch)(const Sketch&, int64_t panel);
-  void (*measure)(const Screening&, int64_t row);
-  void (*screen)(const Screening&, int64_t task);
-  void (*settle)(const Screening&, Candidate&);
+  void (*measure_norms)(const SketchSearch&, int64_t row);
+  void (*find_candidates)(const SketchSearch&, int64_t task);
+  void (*evaluate)(const SketchSearch&, Candidate&);
   void (*quantize)(const Quantize&, int64_t task);
   void (*rotate)(const Rotate&, int64_t task);
   void (*sum_groups)(const GroupSums&, int64_t task);
-  void (*gather)(const Gather&, int64_t task);
+  void (*embedding)(const Embedding&, int64_t task);
   void (*pack)(const Pack&, int64_t task);
   void (*pack_integers)(const Pack&, int64_t task);
   void (*norm)(const Norm&, int64_t task);
@@ -387,12 +387,12 @@ struct Kernels {
   void (*scale)(const Scale&, int64_t task);
   void (*to_float32)(const ToFloat32&, int64_t task);
   void (*store)(const Store&, int64_t task);
-  void (*export_kv)(const Exchange&, int64_t task);  // of kRowsTogether tokens
-  void (*import_kv)(const Exchange&, int64_t task);
+  void (*export_kv)(const KVTransfer&, int64_t task);  // a task is kRowsPerTask tokens
+  void (*import_kv)(const KVTransfer&, int64_t task);
   void (*attention)(const Attention&, int64_t task);
-  void (*latent_join)(const Attention&, int64_t task);  // parts of the same rows, if the task takes the first of them
+  void (*latent_merge)(const Attention&, int64_t task);  // merges the splits of the same rows, in the task of split 0
   void (*latent_store)(const LatentStore&, int64_t task);
-  void (*by_head)(const ByHead&, int64_t task);  // of a head and linear_rows rows
+  void (*linear_by_head)(const LinearByHead&, int64_t task);  // a task is one head and linear_rows rows
   void (*read)(const Read&, int64_t task);
   int64_t (*float_dots)(int64_t steps);
   int64_t (*integer_dots)(int64_t steps);
@@ -400,15 +400,15 @@ struct Kernels {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Memory with room for so many elements, which is kept from one call to the next.
+// Returns memory for `count` elements, which is reused by later calls.
 template <class T>
-inline T* with_room(std::vector<T>& memory, int64_t count) {
+inline T* scratch(std::vector<T>& memory, int64_t count) {
   if (int64_t(memory.size()) < count) memory.resize(count);
   return memory.data();
 }
 
-// Inputs that a vector of a packed matrix holds for each of its 16 outputs.
-inline int64_t step_of(Format format, Type type) {
+// Number of inputs of a step: a vector of a packed matrix holds them for 16 outputs.
+inline int64_t inputs_per_step(Format format, Type type) {
   switch (format) {
     case Format::w8a8: return 4;
     case Format::w4a8: return 8;
@@ -419,15 +419,15 @@ inline int64_t step_of(Format format, Type type) {
   }
 }
 
-// Bytes of that vector.
+// Bytes of a step's vector of 16 outputs.
 inline int64_t step_bytes(Format format) { return format == Format::wint8 ? 32 : 64; }
 
 inline int64_t panel_bytes(const Matrix& m) {
-  return ceil_div(m.in, step_of(m.format, m.type)) * step_bytes(m.format) * (kPanel / 16);
+  return ceil_div(m.in, inputs_per_step(m.format, m.type)) * step_bytes(m.format) * (kPanel / 16);
 }
-inline int64_t groups_of(const Matrix& m) { return ceil_div(m.in, m.group); }
+inline int64_t num_groups(const Matrix& m) { return ceil_div(m.in, m.group); }
 
 // Number of input sums per row: one per group, plus the row's total with int8 group scales.
-inline int64_t sums_of(const Matrix& m) { return groups_of(m) + (m.output_scales ? 1 : 0); }
+inline int64_t num_sums(const Matrix& m) { return num_groups(m) + (m.output_scales ? 1 : 0); }
 
 }  // namespace penstock

@@ -1,4 +1,4 @@
-// What this machine can do at most: nothing but products, in registers, and nothing but reading.
+// Benchmarks of this machine's limits: arithmetic on registers only, and memory reads only.
 
 #pragma once
 
@@ -7,10 +7,10 @@
 namespace penstock {
 namespace PENSTOCK_ISA {
 
-// Keeps the compiler from finding out what a sum is.
+// Prevents the compiler from optimizing a computation away.
 template <class V>
 inline void opaque(V& v) {
-  if constexpr (IsTwo<V>::value) {
+  if constexpr (IsVectorPair<V>::value) {
     opaque(v.low);
     opaque(v.high);
   } else {
@@ -26,22 +26,22 @@ inline void opaque(V& v) {
   }
 }
 
-// Returns products and sums made, two for each weight.
+// Returns the number of operations, two per multiply-add.
 template <class Step>
-int64_t dots(int64_t steps) {
-  if constexpr (ByTiles<Step>::value) {
-    return dots_by_tiles<Step>(steps / 4);  // one of which adds as much as many vectors do
+int64_t run_dots(int64_t steps) {
+  if constexpr (UsesAmx<Step>::value) {
+    return run_dots_amx<Step>(steps / 4);  // an AMX step adds as much as many vectors do
   } else {
     constexpr int n = 12;
     alignas(64) static const char panel[64] = {};
     typename Step::In x[Step::kInputs] = {};
-    auto w = Step::weights(panel);  // of one part
+    auto w = Step::weights(panel);  // first part of a step only
     auto input = Step::input(x);
     opaque(input);
     typename Step::Sum sums[n] = {};
     for (int64_t i = 0; i < steps; i++) {
       PENSTOCK_FOR (int j = 0; j < n; j++) {
-        opaque(w);  // else what does not depend on sums is computed once
+        opaque(w);  // else loop-invariant work is hoisted out of the loop
         sums[j] = Step::add(sums[j], input, w);
         opaque(sums[j]);
       }
@@ -55,7 +55,7 @@ inline void read(const Read& a, int64_t task) {
   const char* from = (const char*)a.from + task * a.size;
   for (int64_t i = 0; i < a.size; i += 256) {
     PENSTOCK_FOR (int j = 0; j < 4; j++) {
-      __builtin_prefetch(from + i + j * 64 + kSoon, 0, kHasTiles ? 3 : 2);
+      __builtin_prefetch(from + i + j * 64 + kPrefetchDistance, 0, kHasAmx ? 3 : 2);
       sums[j] += load_bits<u32x16>(from + i + j * 64);
     }
   }

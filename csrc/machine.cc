@@ -1,13 +1,13 @@
-// Prints the instruction sets that this machine runs, `;` between them: CMakeLists.txt asks.
+// Prints the instruction sets that this machine supports, separated by `;`, for CMakeLists.txt.
 
 #include "machine.h"
 
 #include <cstdio>
 
 int main() {
-  const char* between = "";
-  for (const auto& name : penstock::sets_of_machine()) {
-    std::printf("%s%s", between, name.c_str());
-    between = ";";
+  const char* separator = "";
+  for (const auto& name : penstock::machine_sets()) {
+    std::printf("%s%s", separator, name.c_str());
+    separator = ";";
   }
 }

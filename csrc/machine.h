@@ -1,4 +1,4 @@
-// Which instruction sets this machine runs.
+// Detection of the instruction sets that this machine supports.
 
 #pragma once
 
@@ -16,8 +16,8 @@
 namespace penstock {
 
 #if defined(__x86_64__)
-// Whether there is a matrix unit, and this process may use it: Linux saves its large registers only for who asks.
-inline bool has_tiles() {
+// True if the processor has AMX and this process may use it: Linux enables the tile registers only on request.
+inline bool has_amx() {
 #if defined(__linux__)
   constexpr long ask = 0x1023, tile_data = 18;
   unsigned a, b, c, d;
@@ -29,32 +29,32 @@ inline bool has_tiles() {
 #endif
 }
 
-// AVX-VNNI: four products of bytes added at once, in registers of 256 bits, where there need be no AVX-512.
-inline bool has_byte_products() {
+// AVX-VNNI: dot products of four bytes in 256-bit registers, also on processors without AVX-512.
+inline bool has_avx_vnni() {
   unsigned a, b, c, d;
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4);
 }
 #endif
 
-// By their names, from the slowest to the fastest.
-inline std::vector<std::string> sets_of_machine() {
-  std::vector<std::string> found{"portable"};
+// Names of the supported instruction sets, from the slowest to the fastest.
+inline std::vector<std::string> machine_sets() {
+  std::vector<std::string> names{"portable"};
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    found.push_back("avx2");
-    if (has_byte_products()) found.push_back("avxvnni");
+    names.push_back("avx2");
+    if (has_avx_vnni()) names.push_back("avxvnni");
   }
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512dq")) {
-    found.push_back("avx512");
+    names.push_back("avx512");
     if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16")) {
-      found.push_back("avx512bf16");
-      if (has_tiles()) found.push_back("amx");
+      names.push_back("avx512bf16");
+      if (has_amx()) names.push_back("amx");
     }
   }
 #endif
-  return found;
+  return names;
 }
 
 }  // namespace penstock

@@ -2,16 +2,16 @@
 
 namespace penstock {
 
-constexpr int kSpins = 2000;  // some 30 microseconds
+constexpr int kSpins = 2000;  // about 30 microseconds
 
 Pool::Pool(int threads) : runs_(threads) {
-  for (int i = 1; i < threads; i++) workers_.emplace_back([this, i] { serve(i); });
+  for (int i = 1; i < threads; i++) workers_.emplace_back([this, i] { work_loop(i); });
 }
 
 Pool::~Pool() {
   stopping_ = true;
-  round_++;
-  round_.notify_all();
+  generation_++;
+  generation_.notify_all();
   for (auto& worker : workers_) worker.join();
 }
 
@@ -22,19 +22,19 @@ void Pool::run_shared(int64_t tasks) {
     runs_[i].end = tasks * (i + 1) / count;
     runs_[i].left.store(runs_[i].end - tasks * i / count, std::memory_order_release);
   }
-  round_.fetch_add(1, std::memory_order_release);
-  round_.notify_all();
-  const int64_t others = tasks - take_tasks(0);
+  generation_.fetch_add(1, std::memory_order_release);
+  generation_.notify_all();
+  const int64_t others = tasks - run_tasks(0);
   for (int spins = 0; done_.load(std::memory_order_acquire) < others; spins++) {
     if (spins < kSpins)
-      relax();
+      cpu_relax();
     else
       std::this_thread::yield();
   }
 }
 
-// Returns how many it has done.
-int64_t Pool::take_tasks(int thread) {
+// Returns the number of tasks that this thread has run.
+int64_t Pool::run_tasks(int thread) {
   int64_t count = 0;
   for (size_t i = 0; i < runs_.size(); i++) {
     Run& run = runs_[(thread + i) % runs_.size()];
@@ -43,18 +43,18 @@ int64_t Pool::take_tasks(int thread) {
   return count;
 }
 
-void Pool::serve(int thread) {
+void Pool::work_loop(int thread) {
   uint32_t seen = 0;
   while (true) {
-    for (int spins = 0; round_.load(std::memory_order_acquire) == seen; spins++) {
+    for (int spins = 0; generation_.load(std::memory_order_acquire) == seen; spins++) {
       if (spins < kSpins)
-        relax();
+        cpu_relax();
       else
-        round_.wait(seen, std::memory_order_acquire);
+        generation_.wait(seen, std::memory_order_acquire);
     }
-    seen = round_.load(std::memory_order_acquire);
+    seen = generation_.load(std::memory_order_acquire);
     if (stopping_) return;
-    for (int64_t count; (count = take_tasks(thread));) done_.fetch_add(count, std::memory_order_release);
+    for (int64_t count; (count = run_tasks(thread));) done_.fetch_add(count, std::memory_order_release);
   }
 }
 

@@ -1,4 +1,4 @@
-// Threads that share out the tasks of one call: each begins with a run of its own, and then helps the others with theirs.
+// A thread pool for the tasks of one call at a time. Each thread starts with its own range of tasks, then helps the others.
 
 #pragma once
 
@@ -15,15 +15,15 @@
 
 namespace penstock {
 
-// In a loop that waits for another thread.
-inline void relax() {
+// Pauses in a spin loop.
+inline void cpu_relax() {
 #if defined(__x86_64__)
   _mm_pause();
 #endif
 }
 
-// The caller works, too. A worker that finds nothing to do spins for a while, since the next op of a step follows
-// within microseconds, and then sleeps.
+// The caller is one of the threads. An idle worker spins for a while, as the next op of a step usually follows within
+// microseconds, and then sleeps.
 class Pool {
  public:
   explicit Pool(int threads);
@@ -31,7 +31,7 @@ class Pool {
 
   int threads() const { return int(workers_.size()) + 1; }
 
-  // Calls `work(task)` for every task below `tasks`; returns when all are done.
+  // Calls `work(task)` for all tasks from 0 to `tasks` - 1. Returns when all are done.
   template <class F>
   void run(int64_t tasks, F&& work) {
     std::lock_guard one_call_at_a_time(mutex_);
@@ -44,24 +44,25 @@ class Pool {
   }
 
  private:
-  // A thread's run of tasks. What follows each other is read from memory in the order it lies there.
+  // A thread's range of tasks. Consecutive tasks read consecutive memory.
   struct alignas(64) Run {
     std::atomic<int64_t> left{0};
     int64_t end = 0;
   };
 
   void run_shared(int64_t tasks);
-  int64_t take_tasks(int thread);
-  void serve(int thread);
+  int64_t run_tasks(int thread);
+  void work_loop(int thread);
 
   std::mutex mutex_;
   std::vector<std::thread> workers_;
   std::function<void(int64_t)> job_;
-  // Tasks that nobody has taken yet. Only who takes one reads `job_` and its run's end, which stay as they are until it is
-  // done, so that a call need not wait for a worker that is late, as all are where others use the same cores.
+  // Tasks that are not started. `job_` and the ends of ranges are only read by threads that have taken a task, and do not
+  // change until it is done. So a call need not wait for late workers, which are common if other processes use the same
+  // cores.
   std::vector<Run> runs_;
   alignas(64) std::atomic<int64_t> done_{0};
-  alignas(64) std::atomic<uint32_t> round_{0};  // a new one is work to do
+  alignas(64) std::atomic<uint32_t> generation_{0};  // incremented for each call
   std::atomic<bool> stopping_{false};
 };
 

@@ -1,4 +1,4 @@
-// The product of some rows and a panel, compiled once for each format: what becomes of the outputs is a `Sink`'s matter.
+// The product of some rows and a panel, compiled once per format. A `Sink` receives the outputs.
 
 #pragma once
 
@@ -7,18 +7,19 @@
 namespace penstock {
 namespace PENSTOCK_ISA {
 
-// The outputs of a row and a panel: up to kPanel of them.
+// Outputs of a row and a panel, up to kPanel.
 using Outputs = f32x16[kPanel / 16];
 
-// Takes what a product makes: of `rows` rows from `row` on, `count` outputs from `output` on, which is a panel's first.
-// Called once for some rows and a panel, so that a call by address costs next to nothing.
+// Receives the results of a product: for `rows` rows from `row`, `count` outputs from `output`, the first one of a panel.
+// The functions are called once per tile of rows and panel, so the cost of an indirect call is negligible.
 struct Sink {
   void* self;
-  void (*prepare)(void* self, int64_t row, int64_t rows, int64_t output, int64_t count);  // shortly before
+  void (*prepare)(void* self, int64_t row, int64_t rows, int64_t output, int64_t count);  // before the product
   void (*finish)(void* self, int64_t row, int64_t rows, int64_t output, int64_t count, const Outputs* values);
 };
 
-// A sink that calls `finish(row, output, count, values)` for each row, and before their product `prepare(row, output, count)`.
+// A sink that calls `prepare(row, output, count)` for each row before the product, and `finish(row, output, count, values)`
+// after it.
 template <class Prepare, class Finish>
 struct RowSink {
   Prepare prepare;
@@ -37,10 +38,10 @@ struct RowSink {
 template <class Prepare, class Finish>
 RowSink(Prepare, Finish) -> RowSink<Prepare, Finish>;
 
-constexpr auto kUnprepared = [](int64_t, int64_t, int64_t) {};
+constexpr auto kNoPrepare = [](int64_t, int64_t, int64_t) {};
 
-// Rows from `first` to `end` (at most kRowBlock) by the panel that begins at a column; `next` is where the panel begins that
-// will be wanted after it. Each format has a function of its own, compiled in products.cc.
+// Multiplies rows `first` to `end` (at most kRowBlock) by the panel at `column`. `next`: first column of the panel that is
+// needed next, for prefetching. Instantiated in products.cc.
 template <class F>
 void multiply_format(const Linear& a, int64_t first, int64_t end, int64_t column, int64_t next, const Sink& sink);
 

@@ -1,4 +1,4 @@
-// The products of each format, compiled once for each instruction set.
+// Products of all formats, compiled once per instruction set.
 
 #include "multiply.h"
 
@@ -7,8 +7,8 @@ namespace PENSTOCK_ISA {
 
 #define PENSTOCK_PRODUCT(F) template void multiply_format<F>(const Linear&, int64_t, int64_t, int64_t, int64_t, const Sink&)
 
-PENSTOCK_PRODUCT(Plain<float>);
-PENSTOCK_PRODUCT(Plain<bf16>);
+PENSTOCK_PRODUCT(Unquantized<float>);
+PENSTOCK_PRODUCT(Unquantized<bf16>);
 PENSTOCK_PRODUCT(W8A8);
 PENSTOCK_PRODUCT(W4A8);
 PENSTOCK_PRODUCT(WInt8);

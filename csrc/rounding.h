@@ -1,4 +1,4 @@
-// Rounding to integers of 8 bits: a row is divided by its largest magnitude over 127.
+// Quantization to 8-bit integers: vectors are divided by their largest magnitude over 127.
 
 #pragma once
 
@@ -7,20 +7,20 @@
 namespace penstock {
 namespace PENSTOCK_ISA {
 
-// The largest magnitude of what is as good as zero, for whose inverse there is no float.
-constexpr float kNothing = 1e-30f;
+// Vectors up to this magnitude become zeros, as their inverse scale would overflow.
+constexpr float kMinMagnitude = 1e-30f;
 
-// Rounds to nearest, to even in the middle; for what is far below 2^22.
-inline i32x16 to_integers(f32x16 v) {
+// Rounds to nearest, half to even; for magnitudes far below 2^22.
+inline i32x16 round_to_int(f32x16 v) {
 #if defined(__AVX512F__)
   return (i32x16)_mm512_maskz_cvtps_epi32(0xffff, (__m512)v);
 #else
-  const f32x16 magic = all(12582912.0f);
-  return as<i32x16>(v + magic) - as<i32x16>(magic);
+  const f32x16 magic = broadcast(12582912.0f);
+  return bitcast<i32x16>(v + magic) - bitcast<i32x16>(magic);
 #endif
 }
 
-// Writes 64 integers as bytes, which hold them.
+// Writes 64 integers, which fit into bytes, as bytes.
 inline void store_bytes(int8_t* to, const i32x16 (&q)[4]) {
 #if defined(__AVX512BW__)
   const __m512i low = _mm512_packs_epi32((__m512i)q[0], (__m512i)q[1]);
@@ -36,57 +36,57 @@ inline void store_bytes(int8_t* to, const i32x16 (&q)[4]) {
 #endif
 }
 
-// The same, within 4 bits.
-inline i32x16 to_nibbles(f32x16 v) {
-  const i32x16 q = to_integers(v), low = choose(q < -8, i32x16{} - 8, q);
-  return choose(low > 7, i32x16{} + 7, low);
+// Rounds and clamps to [-8, 7].
+inline i32x16 round_to_int4(f32x16 v) {
+  const i32x16 q = round_to_int(v), low = select(q < -8, i32x16{} - 8, q);
+  return select(low > 7, i32x16{} + 7, low);
 }
 
-// The largest magnitude; NaN where something is none, or infinite.
+// Returns the largest magnitude; NaN if a value is NaN or infinite.
 template <class T>
-inline float magnitude(const T* x, int64_t count) {
+inline float max_magnitude(const T* x, int64_t count) {
   constexpr bool wide = sizeof(T) == 4;
-  using Bits = std::conditional_t<wide, u32x16, u16x16>;  // those of magnitudes are in their order
-  auto more = [&](const Bits& most, int64_t i) {
+  using Bits = std::conditional_t<wide, u32x16, u16x16>;  // bits of magnitudes are ordered like their values
+  auto maximum_of = [&](const Bits& maximum, int64_t i) {
     const Bits v = load_bits<Bits>(x + i) & (wide ? 0x7fffffff : 0x7fff);
-    return choose(v > most, v, most);
+    return select(v > maximum, v, maximum);
   };
-  Bits most = {}, parts[4] = {};
+  Bits maximum = {}, partial[4] = {};
   int64_t i = 0;
   for (; i + 64 <= count; i += 64)
-    for (int g = 0; g < 4; g++) parts[g] = more(parts[g], i + g * 16);
-  for (; i + 16 <= count; i += 16) most = more(most, i);
-  for (const Bits& part : parts) most = choose(part > most, part, most);
-  f32x16 lanes, rest = load_some(x + i, count - i);
+    for (int g = 0; g < 4; g++) partial[g] = maximum_of(partial[g], i + g * 16);
+  for (; i + 16 <= count; i += 16) maximum = maximum_of(maximum, i);
+  for (const Bits& each : partial) maximum = select(each > maximum, each, maximum);
+  f32x16 lanes, rest = load_n(x + i, count - i);
   if constexpr (wide)
-    lanes = as<f32x16>(most);
+    lanes = bitcast<f32x16>(maximum);
   else
-    lanes = widen(most);
+    lanes = widen(maximum);
   rest = max(rest, -rest);
-  return largest(max(lanes, rest)) + sum(lanes * 0.0f + rest * 0.0f);
+  return reduce_max(max(lanes, rest)) + sum(lanes * 0.0f + rest * 0.0f);
 }
 
-// x * inverse as integers; returns their sum.
+// Rounds x * inverse to integers. Returns their sum.
 template <class T>
-inline int32_t round_run(const T* x, int64_t count, float inverse, int8_t* out) {
+inline int32_t quantize_run(const T* x, int64_t count, float inverse, int8_t* out) {
   i32x16 totals[4] = {};
   int64_t i = 0;
   for (; i + 64 <= count; i += 64) {
     i32x16 q[4];
     for (int g = 0; g < 4; g++) {
-      q[g] = to_integers(load(x + i + g * 16) * inverse);
+      q[g] = round_to_int(load(x + i + g * 16) * inverse);
       totals[g] += q[g];
     }
     store_bytes(out + i, q);
   }
   i32x16 total = (totals[0] + totals[1]) + (totals[2] + totals[3]);
   for (; i + 16 <= count; i += 16) {
-    const i32x16 q = to_integers(load(x + i) * inverse);
+    const i32x16 q = round_to_int(load(x + i) * inverse);
     store_bits(out + i, convert<i8x16>(q));
     total += q;
   }
   if (i < count) {
-    const i32x16 q = to_integers(load_part(x + i, count - i) * inverse);
+    const i32x16 q = round_to_int(load_tail(x + i, count - i) * inverse);
     const i8x16 narrow = convert<i8x16>(q);
     memcpy(out + i, &narrow, count - i);
     total += q;
@@ -94,8 +94,8 @@ inline int32_t round_run(const T* x, int64_t count, float inverse, int8_t* out) 
   return sum(total);
 }
 
-// Sums of the lanes of four vectors.
-inline i32x4 sums_of_lanes(const i32x16 (&q)[4]) {
+// Returns the sum of the lanes of each of four vectors.
+inline i32x4 lane_sums(const i32x16 (&q)[4]) {
 #if defined(__AVX512F__)
   const auto pairs = [](__m512i a, __m512i b) {
     return (i32x16)_mm512_unpacklo_epi32(a, b) + (i32x16)_mm512_unpackhi_epi32(a, b);
@@ -109,14 +109,14 @@ inline i32x4 sums_of_lanes(const i32x16 (&q)[4]) {
 #endif
 }
 
-// As `round_run`, of whole 64 inputs; writes the sum of each `group` inputs, 16 or 32.
+// Like `quantize_run`, for a multiple of 64 inputs. Writes the sum of each group of `group` inputs, 16 or 32.
 template <class T>
-inline void round_groups(const T* x, int64_t count, float inverse, int64_t group, int8_t* out, int32_t* sums) {
+inline void quantize_groups(const T* x, int64_t count, float inverse, int64_t group, int8_t* out, int32_t* sums) {
   for (int64_t i = 0; i < count; i += 64) {
     i32x16 q[4];
-    for (int g = 0; g < 4; g++) q[g] = to_integers(load(x + i + g * 16) * inverse);
+    for (int g = 0; g < 4; g++) q[g] = round_to_int(load(x + i + g * 16) * inverse);
     store_bytes(out + i, q);
-    const i32x4 four = sums_of_lanes(q);
+    const i32x4 four = lane_sums(q);
     if (group == 16)
       store_bits(sums + i / 16, four);
     else
@@ -124,16 +124,16 @@ inline void round_groups(const T* x, int64_t count, float inverse, int64_t group
   }
 }
 
-// How a row was rounded. A scale that is no number says that something in it was none.
-struct Rounding {
+// Scale and sum of a quantized vector. The scale is NaN if an element is NaN or infinite.
+struct Quantization {
   float scale;
   int32_t sum;
 };
 
 template <class T>
-inline Rounding round_row(const T* x, int64_t count, int8_t* out) {
-  const float most = magnitude(x, count), scale = most / 127.0f;
-  if (most > kNothing) return {scale, round_run(x, count, 127.0f / most, out)};
+inline Quantization quantize_vector(const T* x, int64_t count, int8_t* out) {
+  const float maximum = max_magnitude(x, count), scale = maximum / 127.0f;
+  if (maximum > kMinMagnitude) return {scale, quantize_run(x, count, 127.0f / maximum, out)};
   memset(out, 0, count);
   return {scale, 0};
 }

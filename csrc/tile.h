@@ -1,7 +1,7 @@
-// The one product that everything is made of: a few rows by a panel, one output column a lane.
+// The basic product of all matrix kernels: a few rows by a panel, with one output column per lane.
 //
-// Each output is summed over the inputs in their order, whatever the number of rows. A step is what a vector of weights
-// holds: some inputs of `kWidth` outputs.
+// Each output is summed over the inputs in their order, whatever the number of rows. A step is the unit of a panel that a
+// vector of weights holds: one or more inputs of `kWidth` outputs.
 
 #pragma once
 
@@ -13,7 +13,7 @@
 namespace penstock {
 namespace PENSTOCK_ISA {
 
-// Columns of a product's vectors: where registers are narrow and few, two of sixteen would leave no room for rows.
+// Columns of a product's vectors. With narrow and few registers, vectors of 16 would leave no room for rows.
 #if defined(__AVX512F__)
 constexpr int kWidth = 16;
 #else
@@ -23,9 +23,9 @@ using f32xw = Vector<float, kWidth>;
 using i32xw = Vector<int32_t, kWidth>;
 using u32xw = Vector<uint32_t, kWidth>;
 
-// Vectors of columns that a product of so many rows holds at a time. Of 32 registers sums fill up to 24, of 16 up to 12; one
-// row takes a whole panel, so that each sum has time before it is added to again.
-constexpr int groups_of_rows(int rows) {
+// Number of column vectors that a product of `rows` rows accumulates at a time: sums use up to 24 of 32 registers, or 12 of
+// 16. A single row takes a whole panel, which hides the latency of additions.
+constexpr int column_vectors(int rows) {
 #if defined(__AVX512F__)
   return rows ? 4 : 0;
 #elif defined(__AVX2__) || defined(__aarch64__)
@@ -35,18 +35,19 @@ constexpr int groups_of_rows(int rows) {
 #endif
 }
 
-// Whether there is a matrix unit (amx.h).
+// True if the instruction set has AMX (amx.h).
 #if defined(__AMX_TILE__)
-constexpr bool kHasTiles = true;
+constexpr bool kHasAmx = true;
 #else
-constexpr bool kHasTiles = false;
+constexpr bool kHasAmx = false;
 #endif
 
-// A step says how a vector of weights is multiplied. `X` is what a row is made of, and `In` what it is turned into first
-// (`prepare`), so that this is done once for all columns. A step that holds more than a product takes at once has parts.
+// A step type defines how a vector of weights is multiplied. `X` is the element type of rows, and `In` the type that rows
+// are converted to once for all columns (`prepare`). If a step holds more than one instruction multiplies, it has several
+// parts.
 
-// One input of float32.
-struct FloatStep {
+// One float32 input.
+struct Float32Step {
   using X = float;
   using In = float;
   using Sum = f32xw;
@@ -57,32 +58,32 @@ struct FloatStep {
   }
   template <int part = 0>
   static f32xw input(const float* x) {
-    return all<f32xw>(*x);
+    return broadcast<f32xw>(*x);
   }
   static f32xw add(const f32xw& sum, const f32xw& x, const f32xw& w) { return fma(x, w, sum); }
 };
 
-// Inputs of bfloat16: multiplied in pairs, the first and then the second added, or where there is no product of pairs one by
-// one as float32.
-struct BrainInputs {
+// bfloat16 inputs. With AVX512-BF16 they are multiplied in pairs, adding the first product, then the second; else one by one
+// as float32.
+struct Bf16Inputs {
   using X = bf16;
   using Sum = f32xw;
 #if defined(__AVX512BF16__)
   using In = bf16;
-  static constexpr int kParts = 1;  // of a pair
+  static constexpr int kParts = 1;  // parts of a pair of inputs
   template <int part = 0>
   static u32xw input(const bf16* x) {
     return u32xw{} + load_bits<uint32_t>(x);
   }
   static f32xw add(const f32xw& sum, const u32xw& x, const u32xw& w) {
-    return (f32xw)_mm512_dpbf16_ps((__m512)sum, as<__m512bh>(x), as<__m512bh>(w));
+    return (f32xw)_mm512_dpbf16_ps((__m512)sum, bitcast<__m512bh>(x), bitcast<__m512bh>(w));
   }
 #else
   using In = float;
   static constexpr int kParts = 2;
   template <int part = 0>
   static f32xw input(const float* x) {
-    return all<f32xw>(x[part]);
+    return broadcast<f32xw>(x[part]);
   }
   static f32xw add(const f32xw& sum, const f32xw& x, const f32xw& w) { return fma(x, w, sum); }
   static void prepare(const bf16* x, int64_t count, float* out) {
@@ -93,9 +94,8 @@ struct BrainInputs {
 #endif
 };
 
-// Two inputs of bfloat16. Where the number of inputs is odd, the second of the last pair is not there: whatever lies in its
-// place is void.
-struct PairStep : BrainInputs {
+// Two bfloat16 inputs. If the number of inputs is odd, the second weight of the last pair is undefined, and ignored.
+struct Bf16Step : Bf16Inputs {
   static constexpr int kInputs = 2, kBytes = 4 * kWidth;
 #if defined(__AVX512BF16__)
   template <int part = 0>
@@ -110,7 +110,7 @@ struct PairStep : BrainInputs {
   template <int part = 0>
   static f32xw weights(const char* at) {
     const u32xw both = load_bits<u32xw>(at);
-    return as<f32xw>(part ? both & 0xffff0000 : both << 16);
+    return bitcast<f32xw>(part ? both & 0xffff0000 : both << 16);
   }
   template <int part = 0>
   static f32xw last(const char* at) {
@@ -123,29 +123,29 @@ template <class T>
 struct StepOf;
 template <>
 struct StepOf<float> {
-  using Step = FloatStep;
+  using Step = Float32Step;
 };
 template <>
 struct StepOf<bf16> {
-  using Step = PairStep;
+  using Step = Bf16Step;
 };
 
-// A loop that is unrolled before anything else is decided: else sums that fit into registers end up on the stack.
+// Unrolls a loop before other optimizations. Else sums that fit into registers end up on the stack.
 #define PENSTOCK_FOR _Pragma("GCC unroll 32") for
 #define PENSTOCK_INLINE __attribute__((always_inline))
 
-// What will be read before long: with each step its next `lines` are asked for; by two of them, since a line's neighbour
-// comes with it, and into the second cache, as in the first they would wait for their place before what is read now.
-// Processors with a matrix unit want every line asked for, and are fastest where that is the first cache.
-struct Soon {
+// Memory to prefetch during a product: `lines` cache lines per step. Only two lines per step are prefetched, as the adjacent
+// line comes with each, and into the L2 cache, as prefetches into L1 would wait for current loads. Processors with AMX need
+// a prefetch of every line, and are fastest with prefetches into L1.
+struct Prefetch {
   const char* at = nullptr;
   int64_t lines = 0;
   bool near = false;
 };
 
-constexpr int64_t kSoon = kHasTiles ? 4096 : 1024;  // bytes ahead of a single tile of rows
+constexpr int64_t kPrefetchDistance = kHasAmx ? 4096 : 1024;  // prefetch distance in bytes for a single tile of rows
 
-// Turns `count` elements of a row into what a step multiplies.
+// Converts `count` elements of a row to the input type of a step.
 template <class Step>
 inline void prepare(const typename Step::X* x, int64_t count, typename Step::In* out) {
   if constexpr (std::is_same_v<typename Step::X, typename Step::In>)
@@ -154,11 +154,11 @@ inline void prepare(const typename Step::X* x, int64_t count, typename Step::In*
     Step::prepare(x, count, out);
 }
 
-// Steps whose products are kept in 16 bits for a while say for how many of them; others for none.
+// Steps that accumulate up to `kSum16Steps` steps in 16 bits before adding them to 32-bit sums.
 template <class Step>
-concept InWords = requires { Step::kSteps; };
+concept HasSum16 = requires { Step::kSum16Steps; };
 
-// Weights of a panel's last step, which may have fewer inputs; others than PairStep have zeros in the place of those missing.
+// Weights of a panel's last step, which may have fewer inputs. Steps other than Bf16Step have zeros for the missing inputs.
 template <class Step, int part = 0>
 PENSTOCK_INLINE inline auto last_weights(const char* at) {
   if constexpr (requires { Step::template last<part>(at); })
@@ -167,7 +167,7 @@ PENSTOCK_INLINE inline auto last_weights(const char* at) {
     return Step::template weights<part>(at);
 }
 
-// sums[R][G] += a part of a step's inputs by its weights.
+// sums[R][G] += one part of a step's inputs times its weights.
 template <class Step, int part, bool is_last, int R, int G, class Sum>
 PENSTOCK_INLINE inline void multiply_part(const typename Step::In* x, int64_t ldx, const char* at, Sum (&sums)[R][G]) {
   auto weights = [&](int g) PENSTOCK_INLINE {
@@ -176,7 +176,7 @@ PENSTOCK_INLINE inline void multiply_part(const typename Step::In* x, int64_t ld
     else
       return Step::template weights<part>(at + g * Step::kBytes);
   };
-  if constexpr (R < G) {  // whichever is fewer stays in registers
+  if constexpr (R < G) {  // the smaller operand stays in registers
     decltype(Step::template input<part>(x)) inputs[R];
     PENSTOCK_FOR (int r = 0; r < R; r++) inputs[r] = Step::template input<part>(x + r * ldx);
     PENSTOCK_FOR (int g = 0; g < G; g++) {
@@ -199,44 +199,45 @@ PENSTOCK_INLINE inline void multiply_step(const typename Step::In* x, int64_t ld
   }(std::make_integer_sequence<int, Step::kParts>());
 }
 
-PENSTOCK_INLINE inline void ask_for(Soon& soon) {
-  if (!soon.lines) return;
-  if constexpr (kHasTiles) {
-    for (int64_t line = 0; line < soon.lines; line++) __builtin_prefetch(soon.at + line * 64, 0, 3);
+PENSTOCK_INLINE inline void prefetch(Prefetch& ahead) {
+  if (!ahead.lines) return;
+  if constexpr (kHasAmx) {
+    for (int64_t line = 0; line < ahead.lines; line++) __builtin_prefetch(ahead.at + line * 64, 0, 3);
   } else if constexpr (kWidth < 16) {
-    for (int64_t line = 0; line < soon.lines; line++) __builtin_prefetch(soon.at + line * 64, 0, 2);
+    for (int64_t line = 0; line < ahead.lines; line++) __builtin_prefetch(ahead.at + line * 64, 0, 2);
   } else {
-    __builtin_prefetch(soon.at, 0, 2);
-    __builtin_prefetch(soon.at + soon.lines / 2 * 64, 0, 2);
+    __builtin_prefetch(ahead.at, 0, 2);
+    __builtin_prefetch(ahead.at + ahead.lines / 2 * 64, 0, 2);
   }
-  soon.at += soon.lines * 64;
+  ahead.at += ahead.lines * 64;
 }
 
-// sums[R][G] += x[R][inputs] * panel[inputs][G * kWidth]; rows of x lie `ldx` apart, steps of the panel `stride` bytes.
+// sums[R][G] += x[R][inputs] * panel[inputs][G * kWidth]. Rows of x are `ldx` elements apart, steps of the panel `stride`
+// bytes.
 template <class Step, int R, int G>
 PENSTOCK_INLINE inline void multiply(const typename Step::In* x, int64_t ldx, const char* panel, int64_t stride,
-                                     int64_t inputs, typename Step::Sum (&sums)[R][G], Soon soon = {}) {
+                                     int64_t inputs, typename Step::Sum (&sums)[R][G], Prefetch ahead = {}) {
   using In = typename Step::In;
   constexpr int n = Step::kInputs;
   const int64_t steps = inputs / n;
-  if constexpr (InWords<Step>) {
+  if constexpr (HasSum16<Step>) {
     for (int64_t i = 0; i < steps;) {
-      const int64_t until = steps - i < Step::kSteps ? steps : i + Step::kSteps;
-      typename Step::Words words[R][G] = {};
+      const int64_t until = steps - i < Step::kSum16Steps ? steps : i + Step::kSum16Steps;
+      typename Step::Sum16 sums16[R][G] = {};
       for (; i < until; i++) {
-        ask_for(soon);
-        multiply_step<Step, false>(x + i * n, ldx, panel + i * stride, words);
+        prefetch(ahead);
+        multiply_step<Step, false>(x + i * n, ldx, panel + i * stride, sums16);
       }
       PENSTOCK_FOR (int r = 0; r < R; r++)
-        PENSTOCK_FOR (int g = 0; g < G; g++) sums[r][g] += Step::total(words[r][g]);
+        PENSTOCK_FOR (int g = 0; g < G; g++) sums[r][g] += Step::total(sums16[r][g]);
     }
   } else {
     for (int64_t i = 0; i < steps; i++) {
-      ask_for(soon);
+      prefetch(ahead);
       multiply_step<Step, false>(x + i * n, ldx, panel + i * stride, sums);
     }
   }
-  if constexpr (n > 1 && sizeof(typename Step::X) > 1)  // bytes are padded
+  if constexpr (n > 1 && sizeof(typename Step::X) > 1)  // rows of bytes are padded with zeros
     if (const int64_t rest = inputs % n) {
       In padded[R][n] = {};
       for (int r = 0; r < R; r++) memcpy(padded[r], x + r * ldx + steps * n, rest * sizeof(In));
@@ -244,7 +245,7 @@ PENSTOCK_INLINE inline void multiply(const typename Step::In* x, int64_t ldx, co
     }
 }
 
-// Calls `f` with the number of rows, or `Most` if there are more, as a constant.
+// Calls `f` with min(rows, Most) as a template argument.
 template <int Most = kTileRows, class F>
 inline void with_rows(int64_t rows, F&& f) {
   if constexpr (Most > 1)

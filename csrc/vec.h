@@ -1,5 +1,5 @@
-// Sixteen lanes, written once for every instruction set (lanes.h).
-// Products are fused with sums only where it is written, so that each set always rounds in the same places.
+// Vectors of 16 lanes, independent of the instruction set (lanes.h).
+// Multiplications and additions are fused only where the code calls fma, so that all builds round in the same places.
 
 #pragma once
 
@@ -8,29 +8,29 @@
 namespace penstock {
 namespace PENSTOCK_ISA {
 
-constexpr float kNever = -__builtin_inff();
+constexpr float kNegInf = -__builtin_inff();
 
 struct bf16 {
   uint16_t bits;
 };
 
-// The number of each lane.
+// Lane indices 0 to 15.
 template <class V = i32x16>
-inline V lanes() {
+inline V iota() {
   static constexpr int32_t numbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return load_bits<V>(numbers);
 }
 
-// One value in all lanes; taking zero away, unlike adding it, changes no value, so that the compiler leaves it out.
+// One value in all lanes. Subtracting zero, unlike adding it, never changes a value, so the compiler removes it.
 template <class V = f32x16>
-inline V all(float value) {
+inline V broadcast(float value) {
   return value - V{};
 }
 
-// a * b + c, fused where the set can.
+// a * b + c, fused if the instruction set has FMA.
 template <class V>
 inline V fma(const V& a, const V& b, const V& c) {
-  if constexpr (IsTwo<V>::value) {
+  if constexpr (IsVectorPair<V>::value) {
     return {fma(a.low, b.low, c.low), fma(a.high, b.high, c.high)};
   } else {
 #if defined(__AVX512F__)
@@ -46,53 +46,55 @@ inline V fma(const V& a, const V& b, const V& c) {
 }
 
 template <class V>
-inline auto as_float(const V& v) {
+inline auto to_float(const V& v) {
   return convert<Vector<float, kLanesOf<V>>>(v);
 }
 
-// b where one is no number.
+// Returns b in lanes where a or b is NaN.
 template <class V>
 inline V max(const V& a, const V& b) {
 #if defined(__AVX512F__)
   if constexpr (sizeof(V) == 64 && std::is_same_v<Element<V>, float>)
     return (V)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);
 #endif
-  return choose(a > b, a, b);
+  return select(a > b, a, b);
 }
 
 inline f32x16 load(const float* from) { return load_bits<f32x16>(from); }
 template <class V>
 inline auto widen(const V& v) {
   constexpr int n = kLanesOf<V>;
-  return as<Vector<float, n>>(convert<Vector<uint32_t, n>>(v) << 16);
+  return bitcast<Vector<float, n>>(convert<Vector<uint32_t, n>>(v) << 16);
 }
 inline f32x16 load(const bf16* from) { return widen(load_bits<u16x16>(from)); }
 
-// Bits of float16 that are zero or normal.
+// Converts float16 bits, which must be zero or normal.
 template <class V>
 inline auto widen_half(const V& v) {
 #if defined(__AVX512F__)
-  if constexpr (kLanesOf<V> == 16) return as<f32x16>(_mm512_maskz_cvtph_ps(0xffff, as<__m256i>(v)));
+  if constexpr (kLanesOf<V> == 16) return bitcast<f32x16>(_mm512_maskz_cvtph_ps(0xffff, bitcast<__m256i>(v)));
 #endif
   using Bits = Vector<uint32_t, kLanesOf<V>>;
   using Floats = Vector<float, kLanesOf<V>>;
   const Bits bits = convert<Bits>(v);
-  const Bits magnitude = as<Bits>(as<Floats>((bits & 0x7fff) << 13) * 0x1p112f);  // whose exponent is 112 more
-  return as<Floats>(magnitude | (bits & 0x8000) << 16);
+  // The factor corrects the exponent bias, which is larger by 112 in float32.
+  const Bits magnitude = bitcast<Bits>(bitcast<Floats>((bits & 0x7fff) << 13) * 0x1p112f);
+  return bitcast<Floats>(magnitude | (bits & 0x8000) << 16);
 }
 inline float widen_half(uint16_t bits) {
-  return as<float>(as<uint32_t>(as<float>(uint32_t(bits & 0x7fff) << 13) * 0x1p112f) | uint32_t(bits & 0x8000) << 16);
+  return bitcast<float>(bitcast<uint32_t>(bitcast<float>(uint32_t(bits & 0x7fff) << 13) * 0x1p112f) | uint32_t(bits & 0x8000)
+                                                                                                          << 16);
 }
 
-// Rounds to nearest, to even in the middle.
+// Rounds to nearest, half to even.
 inline u16x16 round_to_bf16(f32x16 v) {
 #if defined(__AVX512BF16__)
   return (u16x16)_mm512_cvtneps_pbh((__m512)v);
 #else
-  u32x16 bits = as<u32x16>(v);
+  u32x16 bits = bitcast<u32x16>(v);
   u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   u32x16 quiet = (bits >> 16) | 0x40;
-  return convert<u16x16>(choose((bits & 0x7fffffff) > 0x7f800000, quiet, rounded));
+  return convert<u16x16>(select((bits & 0x7fffffff) > 0x7f800000, quiet, rounded));
 #endif
 }
 
@@ -100,47 +102,47 @@ inline void store(float* to, f32x16 v) { store_bits(to, v); }
 inline void store(bf16* to, f32x16 v) { store_bits(to, round_to_bf16(v)); }
 
 inline float widen(float v) { return v; }
-inline float widen(bf16 v) { return as<float>(uint32_t(v.bits) << 16); }
+inline float widen(bf16 v) { return bitcast<float>(uint32_t(v.bits) << 16); }
 inline void narrow(float* to, float v) { *to = v; }
 inline void narrow(bf16* to, float v) {
-  u16x16 rounded = round_to_bf16(all(v));
+  u16x16 rounded = round_to_bf16(broadcast(v));
   to->bits = rounded[0];
 }
 
-// Up to 16 elements; what lies beyond is zero when read and left alone when written.
+// 1 to 15 elements; the other lanes are zero when loaded, and not written when stored.
 template <class T>
-__attribute__((noinline)) f32x16 load_part(const T* from, int64_t count) {
+__attribute__((noinline)) f32x16 load_tail(const T* from, int64_t count) {
   T part[16] = {};
   memcpy(part, from, count * sizeof(T));
   return load(part);
 }
 template <class T>
-__attribute__((noinline)) void store_part(T* to, f32x16 v, int64_t count) {
+__attribute__((noinline)) void store_tail(T* to, f32x16 v, int64_t count) {
   T part[16];
   store(part, v);
   memcpy(to, part, count * sizeof(T));
 }
 
-// The same, be it 16, fewer or none.
+// The first 16 of `count` elements, which may be 16 or more, fewer, or none.
 template <class T>
-inline f32x16 load_some(const T* from, int64_t count) {
-  return count >= 16 ? load(from) : count > 0 ? load_part(from, count) : f32x16{};
+inline f32x16 load_n(const T* from, int64_t count) {
+  return count >= 16 ? load(from) : count > 0 ? load_tail(from, count) : f32x16{};
 }
 template <class T>
-inline void store_some(T* to, f32x16 v, int64_t count) {
+inline void store_n(T* to, f32x16 v, int64_t count) {
   if (count >= 16)
     store(to, v);
   else if (count > 0)
-    store_part(to, v, count);
+    store_tail(to, v, count);
 }
 
-// Vectors one after another, an even number of them unless it is one.
+// Stores consecutive vectors; G is 1 or even.
 template <int G>
-inline void store_all(float* to, const f32x16 (&v)[G]) {
+inline void store_vectors(float* to, const f32x16 (&v)[G]) {
   for (int g = 0; g < G; g++) store(to + g * 16, v[g]);
 }
 template <int G>
-inline void store_all(bf16* to, const f32x16 (&v)[G]) {
+inline void store_vectors(bf16* to, const f32x16 (&v)[G]) {
 #if defined(__AVX512BF16__)
   for (int g = 0; g < G; g += 2) {
     const __m512bh both = _mm512_cvtne2ps_pbh((__m512)v[g + 1], (__m512)v[g]);
@@ -151,94 +153,94 @@ inline void store_all(bf16* to, const f32x16 (&v)[G]) {
 #endif
 }
 
-// Over the lanes, always in the same tree: the halves, their halves, and so on.
+// Reduces the lanes, always in the same tree: halves, quarters, and so on.
 template <class V, class F>
-inline Element<V> fold(const V& v, F&& f) {
+inline Element<V> reduce(const V& v, F&& f) {
   if constexpr (kLanesOf<V> == 4) {
     return f(f(v[0], v[2]), f(v[1], v[3]));
   } else {
     const auto parts = halves(v);
-    return fold(f(parts.low, parts.high), f);
+    return reduce(f(parts.low, parts.high), f);
   }
 }
 template <class V>
 inline Element<V> sum(const V& v) {
-  return fold(v, [](auto a, auto b) { return a + b; });
+  return reduce(v, [](auto a, auto b) { return a + b; });
 }
-inline float largest(f32x16 v) {
-  return fold(v, [](auto a, auto b) {
+inline float reduce_max(f32x16 v) {
+  return reduce(v, [](auto a, auto b) {
     if constexpr (std::is_same_v<decltype(a), float>)
       return a > b ? a : b;
     else
-      return choose(a > b, a, b);
+      return select(a > b, a, b);
   });
 }
 
-// 2^x for x of at most 100, to about 1 in 10^7, or to 1 in 10^4 where `coarse`; zero below -150, where there is no AVX-512
-// below -126, and where x is no number.
+// 2^x for x <= 100, with relative error 1e-7, or 1e-4 if `coarse`. Zero below -150 (below -126 without AVX-512), and for
+// NaN.
 template <bool coarse>
 inline f32x16 exp2(f32x16 x) {
-  const f32x16 clamped = max(x, all(-200.0f)), magic = all(12582912.0f);  // adding it rounds to an integer
+  const f32x16 clamped = max(x, broadcast(-200.0f)), magic = broadcast(12582912.0f);  // adding it rounds to an integer
   const f32x16 n = (clamped + magic) - magic, r = clamped - n;
-  f32x16 p = all(coarse ? 9.6181291076e-3f : 1.5403530393e-4f);  // powers of log 2 over factorials
+  f32x16 p = broadcast(coarse ? 9.6181291076e-3f : 1.5403530393e-4f);  // coefficients log(2)^k / k!
   if (!coarse) {
-    p = fma(p, r, all(1.3333558146e-3f));
-    p = fma(p, r, all(9.6181291076e-3f));
+    p = fma(p, r, broadcast(1.3333558146e-3f));
+    p = fma(p, r, broadcast(9.6181291076e-3f));
   }
-  p = fma(p, r, all(5.5504108665e-2f));
-  p = fma(p, r, all(2.4022650696e-1f));
-  p = fma(p, r, all(6.9314718056e-1f));
-  p = fma(p, r, all(1.0f));
+  p = fma(p, r, broadcast(5.5504108665e-2f));
+  p = fma(p, r, broadcast(2.4022650696e-1f));
+  p = fma(p, r, broadcast(6.9314718056e-1f));
+  p = fma(p, r, broadcast(1.0f));
 #if defined(__AVX512F__)
   return (f32x16)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)n);
 #else
   const i32x16 exponent = (convert<i32x16>(n) + 127) << 23;
-  return choose(n < -126.0f, all(0.0f), p * as<f32x16>(exponent));
+  return select(n < -126.0f, broadcast(0.0f), p * bitcast<f32x16>(exponent));
 #endif
 }
 
-// e^x within two units in the last place; x is taken for -87.3 where it is less and for 87.3 where it is more.
+// e^x within 2 ulp; x is clamped to [-87.3, 87.3].
 inline f32x16 exp(f32x16 x) {
-  const f32x16 most = all(87.3f), magic = all(12582912.0f);  // adding it rounds to an integer
-  const f32x16 low = max(x, -most), clamped = choose(low < most, low, most);
-  const f32x16 n = fma(clamped, all(1.44269504088896341f), magic) - magic;
-  f32x16 r = fma(n, all(-0.693359375f), clamped);  // log 2 in two parts
-  r = fma(n, all(2.12194440e-4f), r);
-  f32x16 p = all(1.9875691500e-4f);
-  p = fma(p, r, all(1.3981999507e-3f));
-  p = fma(p, r, all(8.3334519073e-3f));
-  p = fma(p, r, all(4.1665795894e-2f));
-  p = fma(p, r, all(1.6666665459e-1f));
-  p = fma(p, r, all(5.0000001201e-1f));
+  const f32x16 most = broadcast(87.3f), magic = broadcast(12582912.0f);  // adding it rounds to an integer
+  const f32x16 low = max(x, -most), clamped = select(low < most, low, most);
+  const f32x16 n = fma(clamped, broadcast(1.44269504088896341f), magic) - magic;
+  f32x16 r = fma(n, broadcast(-0.693359375f), clamped);  // log(2) in two parts
+  r = fma(n, broadcast(2.12194440e-4f), r);
+  f32x16 p = broadcast(1.9875691500e-4f);
+  p = fma(p, r, broadcast(1.3981999507e-3f));
+  p = fma(p, r, broadcast(8.3334519073e-3f));
+  p = fma(p, r, broadcast(4.1665795894e-2f));
+  p = fma(p, r, broadcast(1.6666665459e-1f));
+  p = fma(p, r, broadcast(5.0000001201e-1f));
   p = fma(p, r * r, r + 1.0f);
 #if defined(__AVX512F__)
   return (f32x16)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)n);
 #else
-  return p * as<f32x16>((convert<i32x16>(n) + 127) << 23);
+  return p * bitcast<f32x16>((convert<i32x16>(n) + 127) << 23);
 #endif
 }
 
-// 1 / x within two units in the last place, for x from 1 to 2^126.
+// 1 / x within 2 ulp, for x in [1, 2^126].
 inline f32x16 inverse(f32x16 x) {
 #if defined(__AVX512F__)
-  const f32x16 about = (f32x16)_mm512_maskz_rcp14_ps(0xffff, (__m512)x);  // and a step of Newton's
-  return about * fma(-x, about, all(2.0f));
+  const f32x16 about = (f32x16)_mm512_maskz_rcp14_ps(0xffff, (__m512)x);  // refined by a Newton step
+  return about * fma(-x, about, broadcast(2.0f));
 #else
   return 1.0f / x;
 #endif
 }
 
-// tanh x to about 1 in 10^7.
+// tanh(x) with error 1e-7.
 inline f32x16 tanh(f32x16 x) {
   const f32x16 square = x * x;
-  f32x16 p = all(-5.70498872745e-3f);  // for small x (Cephes, Moshier, 1984)
-  p = fma(p, square, all(2.06390887954e-2f));
-  p = fma(p, square, all(-5.37397155531e-2f));
-  p = fma(p, square, all(1.33314422036e-1f));
-  p = fma(p, square, all(-3.33332819422e-1f));
+  f32x16 p = broadcast(-5.70498872745e-3f);  // for small x (Cephes, Moshier, 1984)
+  p = fma(p, square, broadcast(2.06390887954e-2f));
+  p = fma(p, square, broadcast(-5.37397155531e-2f));
+  p = fma(p, square, broadcast(1.33314422036e-1f));
+  p = fma(p, square, broadcast(-3.33332819422e-1f));
   const f32x16 small = fma(p * square, x, x);
   const f32x16 positive = 1.0f - 2.0f * inverse(exp(max(x, -x) * 2.0f) + 1.0f);
-  return choose(square < 0.390625f, small, choose(x < 0.0f, -positive, positive));
+  return select(square < 0.390625f, small, select(x < 0.0f, -positive, positive));
 }
 
 }  // namespace PENSTOCK_ISA

@@ -128,7 +128,7 @@ def test_padded_heads_have_no_adapters_and_are_not_quantized(tmp_path: Path) -> 
     save(LlamaConfig(**SMALL, head_dim=24), tmp_path / "model")
     with pytest.raises(PenstockError, match="LoRA adapters of a model with head_dim 24; multiples of 16"):
         LLM(tmp_path / "model", enable_lora=True, **OPTIONS)
-    with pytest.raises(PenstockError, match="has head_dim 24; multiples of 16 are quantized"):
+    with pytest.raises(PenstockError, match="has head_dim 24; only multiples of 16 can be quantized"):
         quantize(tmp_path / "model", tmp_path / "new", QuantizeOptions("wint4"))
 
 

@@ -94,5 +94,5 @@ def test_shapes_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -> Non
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.1.mlp.experts.down_proj_blocks"
     save_file(tensors | {name: tensors[name][:, :32].contiguous()}, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(PenstockError, match=r"down_proj_blocks has shape .* config.json wants 320 outputs of 96"):
+    with pytest.raises(PenstockError, match=r"down_proj_blocks has shape .* config.json requires 320 outputs of 96"):
         LLM(tmp_path, **OPTIONS)

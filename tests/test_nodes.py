@@ -217,7 +217,7 @@ def test_outputs_of_another_node_come_in_pieces() -> None:
 def test_what_does_not_fit_into_the_memory_is_a_lost_connection(header: tuple[int, ...]) -> None:
     with group_of_two() as (group, other):
         other.sendall(HEADER.pack(*header) + b"\xff" * 100)
-        with pytest.raises(ConnectionError, match="the link to rank 1 of the group is lost"), group.step():
+        with pytest.raises(ConnectionError, match="lost the connection to rank 1 of the group"), group.step():
             gather(group)
 
 

@@ -205,7 +205,7 @@ def test_group_size_that_does_not_divide(
     """The largest multiple of 8 below it that divides the inputs of all matrices, 192 and 576, is used and named."""
     made = tmp_path / "made"
     quantized(uneven, made, method, group_size=128, rotation=rotation)
-    assert "groups of 128 do not divide the inputs of all matrices: groups of 96 are used" in caplog.text
+    assert "group size 128 does not divide the inputs of all matrices: using 96" in caplog.text
     config = json.loads((made / "config.json").read_text())["quantization_config"]
     if config["quant_method"] == "compressed-tensors":
         config = config["config_groups"]["group_0"]["weights"]
@@ -229,7 +229,7 @@ def test_sensitive_matrices_have_8_bits(model: Path, tmp_path: Path, method: str
 
 
 def test_what_cannot_be_left_out_is_refused(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(PenstockError, match="--ignore: down is no matrix"):
+    with pytest.raises(PenstockError, match="--ignore: down matches no matrix"):
         quantized(model, tmp_path / "made", "wint8", ignore=("lm_head", "down"))
     assert not (tmp_path / "made").exists()
 
@@ -329,13 +329,15 @@ def test_a_killed_run_goes_on(model: Path, tmp_path: Path, number: int, said: st
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
     process.send_signal(signal.SIGSTOP)  # so that it is in the middle still when the signal comes
-    with pytest.raises(PenstockError, match="another process quantizes into"):
+    with pytest.raises(PenstockError, match="another process is quantizing to"):
         quantized(model, tmp_path / "cut", "gptq")
     process.send_signal(number)
     process.send_signal(signal.SIGCONT)
     assert said in process.communicate()[0]
     assert not (tmp_path / "cut" / "config.json").exists()
-    with pytest.raises(PenstockError, match="holds a run with other options \\(method 'gptq' and not 'awq'\\)"):
+    with pytest.raises(
+        PenstockError, match="contains an unfinished run with other options \\(method is 'gptq', not 'awq'\\)"
+    ):
         quantized(model, tmp_path / "cut", "awq")
     quantized(model, tmp_path / "cut", "gptq")
     quantized(model, tmp_path / "whole", "gptq")
@@ -344,7 +346,7 @@ def test_a_killed_run_goes_on(model: Path, tmp_path: Path, number: int, said: st
 
 def test_a_run_that_could_not_begin_holds_nothing_up(small: Path, tmp_path: Path) -> None:
     (tmp_path / "texts.jsonl").write_text('{"words": "none"}')
-    with pytest.raises(PenstockError, match=r"record 1 of .* has none of text"):
+    with pytest.raises(PenstockError, match=r"record 1 of .* has none of the fields text"):
         quantized(small, tmp_path / "made", "wint8", calib_dataset=str(tmp_path / "texts.jsonl"))
     quantized(small, tmp_path / "made", "wint8")
 
@@ -370,7 +372,7 @@ def test_a_run_does_not_go_on_with_other_texts(small: Path, tmp_path: Path) -> N
     (made / ".quantize").mkdir()
     (made / ".quantize" / "job.json").write_text(json.dumps({"job": report["job"], "details": {"threads": 1}}))
     (made / ".quantize" / "layer-00000.json").write_text("{}")
-    with pytest.raises(PenstockError, match=f"{made} holds a run with other options \\(texts "):
+    with pytest.raises(PenstockError, match=f"{made} contains an unfinished run with other options \\(texts "):
         quantized(small, made, "wint8", **options)
 
 
@@ -425,18 +427,18 @@ def test_the_report_is_one_page(small: Path, tmp_path: Path, capsys: pytest.Capt
     ("flags", "words"),
     [
         ("--method gptqq", "--method: invalid choice: 'gptqq'"),
-        ("--method awq --bits 8", "--bits: awq has 4"),
-        ("--method gptq --bits 3", "--bits: gptq has 4 or 8"),
-        ("--method w8a8 --group-size 128", "--group-size: w8a8 has one scale an output: leave it out"),
+        ("--method awq --bits 8", "--bits: must be 4 with awq, is 8"),
+        ("--method gptq --bits 3", "--bits: must be 4 or 8 with gptq, is 3"),
+        ("--method w8a8 --group-size 128", "--group-size: w8a8 has one scale per output: remove the option"),
         ("--method wint4 --group-size 12", "--group-size: must be a multiple of 8, or -1, is 12"),
-        ("--method awq --rotation 64", "--rotation: awq has none: take gptq or a method that rounds to integers"),
+        ("--method awq --rotation 64", "--rotation: must be 0 with awq; methods with rotation are wint8, wint4"),
         ("--method gptq --rotation 48", "--rotation: must be a power of two from 2 to 64, or 0, is 48"),
         ("--method awq --calib-size 0", "--calib-size: must be at least 1, is 0"),
         ("--method smoothquant --smoothing-strength 2", "--smoothing-strength: must be from 0 to 1, is 2.0"),
-        ("--method awq --calib-dataset cnn_dailymail", "--calib-dataset: there is no cnn_dailymail: give a file"),
-        ("--method awq --output-dir FULL", "holds file already: name a folder that is empty or new, or delete it"),
-        ("--method awq --output-dir MODEL", "holds another checkpoint: name a folder that is empty or new"),
-        ("--method awq --output-dir FULL/file", "cannot be written (File exists): name another folder"),
+        ("--method awq --calib-dataset cnn_dailymail", "--calib-dataset: cnn_dailymail does not exist: name a file"),
+        ("--method awq --output-dir FULL", "is not empty (it contains file): use an empty or new folder, or delete it"),
+        ("--method awq --output-dir MODEL", "contains another checkpoint: use an empty or new folder"),
+        ("--method awq --output-dir FULL/file", "cannot write to"),
     ],
 )
 def test_what_cannot_be_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, words: str) -> None:
@@ -489,11 +491,11 @@ def test_records_of_every_kind(tmp_path: Path) -> None:
     ("name", "content", "words"),
     [
         ("a.jsonl", b"{", "line 1 of .*a.jsonl is not JSON"),
-        ("a.jsonl", b'{"text": 1}', "record 1 of .*a.jsonl has none of text, messages, prompt"),
-        ("a.jsonl", b'{"messages": ["x"]}', "has none of text, messages, prompt"),
-        ("a.jsonl", b'{"messages": [{"role": 3}]}', "the chat template refuses a record"),
-        ("a.txt", b"\xff\xfe", "is not text in UTF-8"),
-        ("a.txt", b"", "has no text"),
+        ("a.jsonl", b'{"text": 1}', "record 1 of .*a.jsonl has none of the fields text, messages, prompt"),
+        ("a.jsonl", b'{"messages": ["x"]}', "has none of the fields text, messages, prompt"),
+        ("a.jsonl", b'{"messages": [{"role": 3}]}', "the chat template cannot render a record"),
+        ("a.txt", b"\xff\xfe", "is not UTF-8 text"),
+        ("a.txt", b"", "contains no text"),
         ("a.parquet", b"PAR1", "pyarrow|cannot be read as Parquet"),
     ],
 )

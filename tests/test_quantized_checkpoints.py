@@ -306,7 +306,7 @@ def test_weights_change_between_formats(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"quant_method": "exl3"}, "'exl3' .* not read; known are awq"),
+    ({"quant_method": "exl3"}, "quant_method 'exl3' .* supported are awq"),
     ({"quant_method": "awq", "version": "gemv"}, "AWQ in the layout 'gemv'"),
     ({"quant_method": "awq", "version": "gemv_fast"}, "AWQ in the layout 'gemv_fast'"),
     ({"quant_method": "awq", "backend": "llm-awq"}, "AWQ in the layout 'llm-awq'"),
@@ -316,23 +316,23 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "gptq", "bits": 5}, "GPTQ in 5 bits"),
     ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size .* is 0"),
     ({"quant_method": "gptq", "bits": 4, "group_size": 20}, "groups of 20 inputs"),
-    ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int64"}, "words of int64"),
+    ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int64"}, "pack_dtype int64"),
     ({"quant_method": "gptq", "bits": 4, "adapter": {"rank": 8}}, "GPTQ with adapter"),
-    ({"quant_method": "gptq", "bits": 4, "dynamic": {"(": {}}}, "a pattern that is none"),
-    ({"quant_method": "gptq", "bits": 4, "dynamic": {"(a+)+$": {}}}, "a pattern of too many repetitions"),
+    ({"quant_method": "gptq", "bits": 4, "dynamic": {"(": {}}}, "an invalid regular expression"),
+    ({"quant_method": "gptq", "bits": 4, "dynamic": {"(a+)+$": {}}}, "nested repetitions, or more than 5"),
     (ct_config("nvfp4-pack-quantized", {"num_bits": 4, "type": "float"}), "format 'nvfp4-pack-quantized'"),
     (ct_config("mxfp4-pack-quantized", {"num_bits": 4, "type": "float"}), "format 'mxfp4-pack-quantized'"),
-    (ct_config("float-quantized", {"num_bits": 6, "type": "float"}), "floating-point numbers of 6 bits"),
+    (ct_config("float-quantized", {"num_bits": 6, "type": "float"}), "6-bit floating-point numbers"),
     (ct_config("dense", {}), "format 'dense'"),
-    (ct_config("int-quantized", {"strategy": "block"}), "integers by 'block'"),
+    (ct_config("int-quantized", {"strategy": "block"}), "integers of strategy 'block'"),
     (ct_config("pack-quantized", {}) | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "'sparse-24-bitmask'"),
     (ct_config("pack-quantized", {}) | {"transform_config": {"a": 1}}, "transform_config"),
-    (ct_config("pack-quantized", {}) | {"config_groups": {}}, "no group with weights"),
+    (ct_config("pack-quantized", {}) | {"config_groups": {}}, "no group with a weights scheme"),
     ({"quant_method": "fp8", "activation_scheme": "per_head"}, "activation_scheme 'per_head'"),
-    ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 in 'e5m2'"),
-    ({"quant_method": "fp8", "weight_block_size": [128, -1]}, "-1, and not a number from 1"),
+    ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
+    ({"quant_method": "fp8", "weight_block_size": [128, -1]}, "-1, not an integer from 1"),
     ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "af4"}, "bitsandbytes in 'af4'"),
-    ({"quant_method": "bitsandbytes"}, "must name one of load_in_4bit"),
+    ({"quant_method": "bitsandbytes"}, "must set exactly one of load_in_4bit"),
 ]
 
 
@@ -348,7 +348,7 @@ def test_what_is_not_read_is_told_by_name(config: dict[str, Any], words: str, tm
 
 def test_what_is_computed_otherwise_is_told() -> None:
     kinds = ("compressed-tensors w8a8 static", "fp8 one scale", "bitsandbytes int8", "compressed-tensors w8a8")
-    words = ("token by token", "token by token", "outliers", "")
+    words = ("per token", "per token", "outliers", "")
     for kind, expected in zip(kinds, words, strict=True):
         notes = " ".join(read_quantization_config(KINDS[kind].config).notes)
         assert expected in notes if expected else not notes

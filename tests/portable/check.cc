@@ -82,7 +82,7 @@ struct Layer {
     matrix.group = group ? group : in;
     matrix.format = format;
     matrix.type = type;
-    const int64_t count = ceil_div(outputs, kPanel), groups = groups_of(matrix);
+    const int64_t count = ceil_div(outputs, kPanel), groups = num_groups(matrix);
     panels.resize(count * panel_bytes(matrix));
     scales.resize(count * groups * kPanel);
     bias.resize(count * kPanel);
@@ -96,12 +96,12 @@ struct Layer {
     std::vector<int64_t> ids(outputs);
     std::iota(ids.begin(), ids.end(), 0);
     Numbers kept(type, outputs * in);
-    const Gather gather{matrix, ids.data(), kept.at(0), 0};
-    for (int64_t row = 0; row < outputs; row++) kernels.gather(gather, row);
+    const Embedding embedding{matrix, ids.data(), kept.at(0), 0};
+    for (int64_t row = 0; row < outputs; row++) kernels.embedding(embedding, row);
     weights.resize(outputs * in);
     for (int64_t i = 0; i < outputs * in; i++) {
       const int64_t output = i / in, input = i % in;
-      if (format == Format::plain) {
+      if (format == Format::unquantized) {
         weights[i] = kept[i];
         close(name, i, kept[i], weight[i], 0);
         continue;
@@ -127,7 +127,7 @@ struct Inputs {
   bool rounded;
 
   Inputs(const Matrix& m, Type type, int64_t rows)
-      : x(Numbers::drawn(type, rows * m.in)), values(rows * m.in), rows(rows), groups(groups_of(m)),
+      : x(Numbers::drawn(type, rows * m.in)), values(rows * m.in), rows(rows), groups(num_groups(m)),
         rounded(m.format == Format::w8a8 || m.format == Format::w4a8) {
     const int64_t padded = ceil_div(m.in, 8) * 8;
     row_bytes = rounded ? padded : m.in * Numbers::width(type);
@@ -169,7 +169,7 @@ void run(void (*kernel)(const Linear&, int64_t), const Linear& a, int64_t output
 
 void check_linear(Format format, Type type, int64_t rows, int64_t in, int64_t outputs, int64_t group) {
   const std::string name = name_of(format, type);
-  const int64_t panels = draw(1, kMostPanels);
+  const int64_t panels = draw(1, kMaxTaskPanels);
   Layer layer(format, type, in, outputs, group, draw(0, 1));
   Inputs inputs(layer.matrix, type, rows);
   Numbers wide(Type::float32, rows * outputs), out(type, rows * outputs), alone(type, outputs);
@@ -197,8 +197,8 @@ void check_linear(Format format, Type type, int64_t rows, int64_t in, int64_t ou
   std::vector<int64_t> places(rows * tasks);
   Linear product = inputs.product(layer.matrix, 0, rows, panels, wide, outputs);
   product.out = nullptr;
-  const Likeliest likeliest{product, {nullptr, 0}, values.data(), places.data()};
-  for (int64_t task = 0; task < tasks * ceil_div(rows, kernels.linear_rows); task++) kernels.likeliest(likeliest, task);
+  const ArgMax argmax{product, {nullptr, 0}, values.data(), places.data()};
+  for (int64_t task = 0; task < tasks * ceil_div(rows, kernels.linear_rows); task++) kernels.argmax(argmax, task);
   for (int64_t row = 0; row < rows; row++) {
     int64_t expected = 0;
     for (int64_t o = 0; o < outputs; o++)
@@ -252,7 +252,7 @@ void check_rotation(Format format, Type type, int64_t in, int64_t group) {
   m.panels = panels.data(), m.scales = {scales.data(), GroupType::float32};
   kernels.pack({m, x.at(0), 0, 1}, 0);
   const int64_t id = 0;
-  kernels.gather({m, &id, out.at(0), 0}, 0);
+  kernels.embedding({m, &id, out.at(0), 0}, 0);
   double largest = 0;
   for (int64_t i = 0; i < groups; i++) largest = std::max(largest, std::fabs(double(scales[i * kPanel])));
   for (int64_t i = 0; i < in; i++)
@@ -361,7 +361,7 @@ void check_attention(Type type, bool rounded, int64_t dim, int64_t block_size, i
     values.push_back(Numbers::drawn(type, tokens * stride));
     std::vector<int64_t> slots(tokens);
     for (int64_t t = 0; t < tokens; t++) slots[t] = tables[s * width + t / block_size] * block_size + t % block_size;
-    const Store store{keys[s].at(0), values[s].at(0), cache.data(), slots.data(), kv_heads, dim, panel_of(block_size),
+    const Store store{keys[s].at(0), values[s].at(0), cache.data(), slots.data(), kv_heads, dim, panel_positions(block_size),
                       stride,        stride,          type,         rounded};
     for (int64_t t = 0; t < tokens; t++) kernels.store(store, t);
     for (int64_t row = 0; row < (starts[s + 1] - starts[s]) * sharing; row += kernels.attention_rows)
@@ -387,11 +387,11 @@ void check_attention(Type type, bool rounded, int64_t dim, int64_t block_size, i
   attention.out_stride = heads * dim;
   attention.scale = scale;
   attention.type = type;
-  attention.rounded = rounded;
+  attention.quantized = rounded;
   attention.causal = true;
   for (int64_t task = 0; task < attention.tasks; task++) kernels.attention(attention, task);
 
-  const std::string name = std::string("attention") + (rounded ? " of 8 bits, " : ", ") + name_of(Format::plain, type);
+  const std::string name = std::string("attention") + (rounded ? " of 8 bits, " : ", ") + name_of(Format::unquantized, type);
   const double tolerance = rounded ? 0.02 : type == Type::bfloat16 ? 0.01 : 2e-5;
   for (size_t s = 0; s < lengths.size(); s++)
     for (int64_t row = starts[s]; row < starts[s + 1]; row++)
@@ -413,13 +413,13 @@ void check_attention(Type type, bool rounded, int64_t dim, int64_t block_size, i
 }
 
 void check_all() {
-  const std::pair<Format, Type> kept[] = {{Format::plain, Type::float32}, {Format::plain, Type::bfloat16},
+  const std::pair<Format, Type> kept[] = {{Format::unquantized, Type::float32}, {Format::unquantized, Type::bfloat16},
                                           {Format::w8a8, Type::bfloat16}, {Format::w8a8, Type::float32},
                                           {Format::w4a8, Type::bfloat16}, {Format::wint8, Type::bfloat16},
                                           {Format::wint4, Type::bfloat16}};
   for (const auto& [format, type] : kept)
     for (int64_t group : {0, 32}) {
-      if (group && format == Format::plain) continue;
+      if (group && format == Format::unquantized) continue;
       for (int64_t rows : {1, 6, 7, 19}) check_linear(format, type, rows, draw(1, 150), draw(1, 150), group);
       check_linear(format, type, 3, 40, 2 * kPanel, group);                                         // gated
       check_linear(format, type, kernels.linear_rows + 3, draw(1, 40), draw(1, 2 * kPanel), group);  // several tasks
@@ -427,7 +427,7 @@ void check_all() {
     }
   for (const auto& [format, type] : kept)
     for (int64_t in : {64, 192, 96, 40, 37})
-      if (format != Format::plain) check_rotation(format, type, in, in % 32 ? in : 32);
+      if (format != Format::unquantized) check_rotation(format, type, in, in % 32 ? in : 32);
   for (Type type : {Type::float32, Type::bfloat16}) {
     for (int64_t size : {1, 16, 40, 200}) {
       check_norm(type, 5, size, false);

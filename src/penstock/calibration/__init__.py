@@ -1,4 +1,4 @@
-"""Calibrated quantization: makes a quantized checkpoint of another one, layer by layer.
+"""Calibrated quantization of checkpoints, layer by layer.
 
-``quantize.quantize`` is the whole of it; ``options`` has what it can be told and loads no torch.
+``quantize.quantize`` is the entry point. ``options`` defines methods and options, and does not import torch.
 """

@@ -1,6 +1,6 @@
-"""Scales of a layer's inputs, and where their inverse is put: into the module that makes these inputs.
+"""Folding of input scales (AWQ, SmoothQuant) into the module that produces these inputs.
 
-This is what calibration knows of families. Where a family's modules have other names, nothing is scaled.
+The module names are those of Llama. Inputs of modules with other names are not scaled.
 """
 
 from __future__ import annotations
@@ -15,28 +15,26 @@ from penstock.checkpoint.decoder_options import LayerNorms
 from penstock.models import ModelConfig
 
 NORM_BEFORE = {"self_attn.q_proj": "input_layernorm", "mlp.gate_proj": "post_attention_layernorm"}
-"""The norm whose output is the input of a matrix, and of those that are merged with it."""
+"""Norm whose output is the input of a matrix (and of the matrices merged with it)."""
 MATRIX_BEFORE = {"self_attn.o_proj": "self_attn.v_proj", "mlp.down_proj": "mlp.up_proj"}
-"""The matrix whose outputs become the inputs of another one, each by itself but for factors that others give."""
-
-
+"""Matrix whose outputs, multiplied by attention weights or gates, are the inputs of another matrix."""
 SCALING = ("awq", "smoothquant")
 """Methods that scale inputs."""
 
 
 def can_scale(config: ModelConfig) -> bool:
-    """Whether a family's norms multiply the inputs of the matrices behind them, and of no others, by their weights."""
+    """True if the norm weights of a family scale the inputs of the following matrices, and nothing else."""
     options = config.options
-    plain = options.norm.kind == "rms" and not options.norm.unit_offset and options.gated_mlp
-    plain = plain and config.experts is None  # whose router reads what the norm makes, too
-    return plain and options.layer_norms == LayerNorms() and not options.parallel_residual
+    is_llama_like = options.norm.kind == "rms" and not options.norm.unit_offset and options.gated_mlp
+    is_llama_like = is_llama_like and config.experts is None  # the router of experts reads the norm's output, too
+    return is_llama_like and options.layer_norms == LayerNorms() and not options.parallel_residual
 
 
 @dataclass(frozen=True)
 class Producer:
     """The module whose outputs are the inputs of some matrices.
 
-    Attention may repeat a key-value head for several query heads: then an output becomes several inputs.
+    With grouped-query attention, each output of the value projection is the input for several query heads.
     """
 
     name: str
@@ -44,14 +42,14 @@ class Producer:
     outputs: int
     head_dim: int = 1
     repeat: int = 1
-    """Query heads of a key-value head."""
+    """Query heads per key-value head."""
 
     def shrink(self, inputs: Tensor) -> Tensor:
-        """The largest of the values ``[in]`` that belong to each output, ``[out]``."""
+        """Return the maximum of the input values ``[in]`` over the inputs of each output, ``[out]``."""
         return inputs.view(-1, self.repeat, self.head_dim).amax(1).flatten()
 
     def expand(self, outputs: Tensor) -> Tensor:
-        """The values ``[out]`` of the outputs by input, ``[in]``."""
+        """Repeat output values ``[out]`` for each input, ``[in]``."""
         heads = outputs.view(-1, 1, self.head_dim).expand(-1, self.repeat, -1)
         return heads.flatten()
 
@@ -59,8 +57,8 @@ class Producer:
         """Divide the outputs by ``scales`` ``[out]``.
 
         Args:
-            tensors: of the layer, float32, in which those of this module are replaced.
-            dtype: of norms in the checkpoint, whose rounding is undone by the scales.
+            tensors: tensors of the layer, float32; those of this module are replaced.
+            dtype: dtype of norms in the checkpoint. The returned scales compensate for rounding to it.
 
         Returns:
             The scales that the outputs were divided by.
@@ -80,11 +78,11 @@ class Producer:
 def producer_of(
     names: tuple[str, ...], prefix: str, tensors: Mapping[str, Tensor], config: ModelConfig
 ) -> Producer | None:
-    """The module whose outputs the matrices ``names`` share as their input; None where none can be scaled.
+    """Return the module whose outputs are the shared input of the matrices ``names``; None if it cannot be scaled.
 
     Args:
-        prefix: of the layer's names.
-        tensors: of the layer.
+        prefix: prefix of the layer's tensor names.
+        tensors: tensors of the layer.
     """
     first, inputs = names[0].removeprefix(prefix), tensors[f"{names[0]}.weight"].shape[1]
     norm, matrix = (found and f"{prefix}{found}" for found in (NORM_BEFORE.get(first), MATRIX_BEFORE.get(first)))

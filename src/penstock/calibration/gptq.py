@@ -1,4 +1,4 @@
-"""GPTQ (Frantar et al., 2022): inputs are rounded one after the other, and those that follow make up for the error."""
+"""GPTQ (Frantar et al., 2022): inputs are rounded one by one, and the remaining ones compensate for the error."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .options import ActOrder
 from .rounding import integer_range, rotate, search_weighted_scales, to_half
 
 DAMPING = 0.01
-"""Share of the Hessian's mean diagonal that is added to the diagonal."""
+"""Fraction of the mean of the Hessian's diagonal that is added to the diagonal."""
 COLUMNS = 128
-"""Inputs after which the error is passed on to all that follow; before that, to this many only."""
+"""Inputs per block: errors are applied to the rest of the block at once, and to all later inputs at its end."""
 
 
 @dataclass(frozen=True)
 class Factor:
-    """Factorized Hessian, shared by matrices with the same input. Inputs are in the order of ``order``."""
+    """Factorized Hessian, shared by matrices with the same input. Inputs are permuted by ``order``."""
 
     hessian: Tensor
     """``[in, in]`` float32, damped."""
@@ -31,24 +31,24 @@ class Factor:
     order: Tensor
     """``[in]`` int64: inputs in the order in which they are rounded."""
     is_used: Tensor
-    """``[in]`` bool: whether an input was ever other than zero."""
+    """``[in]`` bool: False for inputs that were always zero."""
 
 
 def factorize(hessian: Tensor, act_order: ActOrder, group_size: int) -> Factor:
     """Prepare a Hessian ``[in, in]`` float32.
 
     Args:
-        act_order: which inputs are rounded first: those with the largest activations (``group``), the groups with the
-            largest and in each group likewise (``static``), or as they come.
-        group_size: inputs of a group; 0 is all.
+        act_order: order of rounding: inputs by descending activations ("group"), groups and then the inputs in each
+            group by descending activations ("static"), or unpermuted ("none").
+        group_size: inputs of a group; 0: all inputs.
     """
     order = _rounding_order(hessian.diagonal(), act_order, group_size or len(hessian))
-    wide = hessian[order][:, order].double()
-    is_used = wide.diagonal() > 0
-    wide.diagonal()[~is_used] = 1.0
-    damping = DAMPING * float(wide.diagonal().mean())
+    permuted = hessian[order][:, order].double()
+    is_used = permuted.diagonal() > 0
+    permuted.diagonal()[~is_used] = 1.0
+    damping = DAMPING * float(permuted.diagonal().mean())
     while True:
-        damped = wide + torch.eye(len(wide), dtype=wide.dtype) * damping
+        damped = permuted + torch.eye(len(permuted), dtype=permuted.dtype) * damping
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not failed:
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
@@ -57,30 +57,35 @@ def factorize(hessian: Tensor, act_order: ActOrder, group_size: int) -> Factor:
         damping *= 10
 
 
-def _rounding_order(activations: Tensor, act_order: ActOrder, group_size: int) -> Tensor:
-    """The inputs ``[in]`` in the order in which they are rounded, for sums of their squares ``[in]``."""
+def _rounding_order(square_sums: Tensor, act_order: ActOrder, group_size: int) -> Tensor:
+    """Return the inputs in the order in which they are rounded, ``[in]``.
+
+    Args:
+        square_sums: sum of squares of each input's activations, ``[in]``.
+    """
     if act_order == "none":
-        return torch.arange(len(activations))
-    order = activations.argsort(descending=True, stable=True)
+        return torch.arange(len(square_sums))
+    order = square_sums.argsort(descending=True, stable=True)
     if act_order == "group":
         return order
-    sums = activations.view(-1, group_size).sum(1)
-    place = torch.empty_like(order[: len(sums)])
-    place[sums.argsort(descending=True, stable=True)] = torch.arange(len(sums))
-    return order[place[order // group_size].argsort(stable=True)]
+    group_sums = square_sums.view(-1, group_size).sum(1)
+    rank = torch.empty_like(order[: len(group_sums)])
+    rank[group_sums.argsort(descending=True, stable=True)] = torch.arange(len(group_sums))
+    return order[rank[order // group_size].argsort(stable=True)]
 
 
 def rotated_hessian(hessian: Tensor, format: Format) -> Tensor:
-    """The Hessian ``[in, in]`` of inputs that the format rotates."""
+    """Return the Hessian ``[in, in]`` of the inputs after the rotation of the format."""
     block = format.rotation_block(len(hessian))
     return hadamard(hadamard(hessian, block).T.contiguous(), block)
 
 
 def round_compensating(weight: Tensor, factor: Factor, format: Format, act_order: ActOrder) -> QuantizedWeight:
-    """Round ``[out, in]`` float32 symmetrically, with scales in float16.
+    """Round ``[out, in]`` float32 symmetrically, with float16 scales.
 
     Args:
-        factor: for the same order, and in 4 bits for the same groups; of the rotated Hessian where the format rotates.
+        factor: factor of the Hessian (of the rotated one if the format rotates), made with the same ``act_order`` and,
+            for 4 bits, the same group size.
     """
     weight = torch.where(factor.is_used, rotate(weight, format)[:, factor.order], 0.0).T.contiguous()
     group_size = format.group_size or len(weight)
@@ -96,11 +101,11 @@ def round_compensating(weight: Tensor, factor: Factor, format: Format, act_order
 
 
 def _round_in_order(weight: Tensor, upper: Tensor, group_size: int, bits: int) -> tuple[Tensor, Tensor]:
-    """GPTQ: integers ``[in, out]`` float32, and scales ``[groups, out]``.
+    """Run GPTQ. Returns the integers ``[in, out]`` float32, and the scales ``[groups, out]``.
 
     Args:
         weight: ``[in, out]`` float32, which is overwritten.
-        upper: as of ``Factor``.
+        upper: see ``Factor.upper``.
     """
     limits, importance = integer_range(bits), upper.diagonal() ** -2
     values, scales = torch.empty_like(weight), []
@@ -121,25 +126,25 @@ def _round_in_order(weight: Tensor, upper: Tensor, group_size: int, bits: int) -
 
 
 def _descend(weight: Tensor, values: Tensor, scales: Tensor, hessian: Tensor, group_size: int) -> None:
-    """One pass of coordinate descent over scales and integers, which minimizes the squared error of the products.
+    """Run one pass of coordinate descent over scales and integers, which minimizes the squared error of the products.
 
     Args:
         weight: ``[in, out]`` float32.
-        values, scales: of 4 bits, as of ``_round_in_order``; they are overwritten.
+        values, scales: 4-bit result of ``_round_in_order``, overwritten.
     """
     limits = integer_range(4)
     gradient = hessian @ (weight - values * scales.repeat_interleave(group_size, 0))
     for group, start in enumerate(range(0, len(weight), group_size)):
         rows = slice(start, start + group_size)
-        own, integers, scale = hessian[rows, rows], values[rows], scales[group]
-        before, left = integers * scale, gradient[rows].clone()
-        squares = (integers * (own @ integers)).sum(0)
-        better = scale + torch.where(squares > 0, (integers * left).sum(0) / squares, 0.0)
+        block, integers, scale = hessian[rows, rows], values[rows], scales[group]
+        before, residual = integers * scale, gradient[rows].clone()
+        squares = (integers * (block @ integers)).sum(0)
+        better = scale + torch.where(squares > 0, (integers * residual).sum(0) / squares, 0.0)
         scale.copy_(to_half(better))
-        left.addmm_(own, integers * scale - before, alpha=-1)
+        residual.addmm_(block, integers * scale - before, alpha=-1)
         for row in range(group_size):
-            step = integers[row] + left[row] / (scale * own[row, row])
+            step = integers[row] + residual[row] / (scale * block[row, row])
             change = step.round_().clamp_(*limits) - integers[row]
             integers[row] += change
-            left.addr_(own[row], change.mul_(scale), alpha=-1)
+            residual.addr_(block[row], change.mul_(scale), alpha=-1)
         gradient.addmm_(hessian[:, rows], integers * scale - before, alpha=-1)

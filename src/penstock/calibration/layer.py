@@ -1,4 +1,4 @@
-"""Quantizes the matrices of one layer, by what was fed to them."""
+"""Quantization of the matrices of one layer, based on statistics of their inputs."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .statistics import InputStatistics
 from .threads import map_in_threads, torch_threads
 
 UNCLIPPED = ("q_proj", "k_proj")
-"""Matrices that AWQ does not clip, as it cannot tell what their errors do to the products of queries and keys."""
+"""Matrices that AWQ does not clip, as their output error does not measure the error of the attention scores."""
 PACKED_OUTPUTS = {"awq": 8, "gptq": 8}
-"""Outputs that a word of the file format holds; their number is a multiple of it."""
+"""The number of outputs must be a multiple of this, by file format."""
 
 Observations = Mapping[tuple[str, ...], InputStatistics]
 """Statistics of each input of a layer by the matrices that share it, in the order of the computation."""
@@ -33,55 +33,54 @@ Observations = Mapping[tuple[str, ...], InputStatistics]
 
 @dataclass(frozen=True)
 class QuantizedLayer:
-    """What a layer becomes."""
+    """Result of the quantization of a layer."""
 
     quantized: dict[str, QuantizedWeight] = field(default_factory=dict)
-    """By name, without ``.weight``."""
+    """Quantized matrices by name, without ``.weight``."""
     changed: dict[str, Tensor] = field(default_factory=dict)
-    """Other tensors that are not what they were, in their dtype, by their whole name."""
+    """Other changed tensors, in their original dtype, by full name."""
     errors: dict[str, float] = field(default_factory=dict)
-    """The squares of what rounding changes in each matrix's products, as a share of the products' squares."""
+    """Relative squared error of each matrix's products due to rounding."""
 
 
 def is_ignored(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a matrix is left unquantized: its name, or an end of it from a dot on, matches a pattern."""
+    """True if a pattern matches a matrix's name, or a suffix of it that begins after a dot."""
     parts = name.split(".")
-    ends = [".".join(parts[first:]) for first in range(len(parts))]
-    return any(fnmatchcase(end, pattern) for pattern in patterns for end in ends)
+    suffixes = [".".join(parts[first:]) for first in range(len(parts))]
+    return any(fnmatchcase(suffix, pattern) for pattern in patterns for suffix in suffixes)
 
 
 def check_shape(name: str, outputs: int, inputs: int, format: Format, file_format: str) -> None:
-    """Raises ``PenstockError`` (``invalid``) for a matrix that the file format cannot hold in this format."""
-    advice = "or leave the matrix out with --ignore"
+    """Raise ``PenstockError`` (``invalid``) for a matrix that cannot be written in this format and file format."""
+    advice = "or exclude the matrix with --ignore"
     if format.group_size and inputs % format.group_size:
-        message = f"{format.group_size} does not divide the {inputs} inputs of {name}: name another, {advice}"
+        message = f"{format.group_size} does not divide the {inputs} inputs of {name}: choose another size, {advice}"
         raise invalid("--group-size", message)
     multiple = PACKED_OUTPUTS.get(file_format, 1)
     if outputs % multiple:
-        message = f"{file_format} packs outputs by {multiple}, and {name} has {outputs}: take another method, {advice}"
-        raise invalid("--method", message)
+        message = f"{file_format} needs a multiple of {multiple} outputs, {name} has {outputs}: choose another method"
+        raise invalid("--method", f"{message}, {advice}")
 
 
 @dataclass
 class LayerQuantizer:
-    """A layer while it is quantized."""
+    """Quantizer of one layer. Changes the statistics in ``observed``."""
 
     ops: Ops
     config: ModelConfig
     options: QuantizeOptions
     prefix: str
-    """Of the names of its tensors."""
+    """Prefix of the layer's tensor names."""
     stored: Mapping[str, Tensor]
-    """Its tensors as the checkpoint has them."""
+    """The layer's tensors, as stored in the checkpoint."""
     observed: Observations
-    """Statistics, which are changed."""
     threads: int = 1
-    """To search with."""
+    """Number of threads of searches."""
 
     def __post_init__(self) -> None:
         self._original = {name: tensor.float() for name, tensor in self.stored.items() if tensor.is_floating_point()}
         self.tensors = dict(self._original)
-        """All its tensors in float32."""
+        """The layer's current tensors, float32."""
 
     def quantize(self) -> QuantizedLayer:
         """Quantize the layer's matrices."""
@@ -90,8 +89,8 @@ class LayerQuantizer:
         return self.round()
 
     def scale(self) -> None:
-        """Scale the inputs of matrices, and the outputs of the modules before them, where that makes rounding better.
-        Without rounding, the layer computes what it did."""
+        """Scale the inputs of matrices to reduce the rounding error, and the outputs of their producers inversely.
+        Apart from rounding, the layer's function does not change."""
         for names, statistics in self.observed.items():
             weights = [self.tensors[f"{name}.weight"] for name in self._chosen(names)]
             producer = producer_of(names, self.prefix, self.tensors, self.config)
@@ -100,36 +99,37 @@ class LayerQuantizer:
             scales = self._search(weights, statistics, producer)
             if scales is None:
                 continue
-            wide = producer.expand(producer.divide(self.tensors, scales, self.stored[f"{producer.name}.weight"].dtype))
+            scales = producer.divide(self.tensors, scales, self.stored[f"{producer.name}.weight"].dtype)
+            input_scales = producer.expand(scales)
             for name in names:
-                self.tensors[f"{name}.weight"] = self.tensors[f"{name}.weight"] * wide
-            statistics.divide(wide)
+                self.tensors[f"{name}.weight"] = self.tensors[f"{name}.weight"] * input_scales
+            statistics.divide(input_scales)
 
     def _search(self, weights: list[Tensor], statistics: InputStatistics, producer: Producer) -> Tensor | None:
         if self.options.method == "awq":
             return awq.search_scales(self.ops, weights, statistics, producer, self.options.format, self.threads)
         if not producer.is_norm:
-            return None  # the paper smooths behind norms alone
+            return None  # as in the paper, only the inputs from norms are smoothed
         return smoothing_scales(weights, statistics, self.options.smoothing_strength)
 
     def round(self) -> QuantizedLayer:
-        """Quantize the matrices as they are now."""
+        """Quantize the current matrices."""
         layer = QuantizedLayer()
         for names, statistics in self.observed.items():
             chosen, factor = self._chosen(names), None
             if chosen and statistics.hessian is not None and statistics.seen:
-                with torch_threads(self.threads):  # a few large operations, whose sums depend on their number
+                with torch_threads(self.threads):  # a few large operations, whose sums depend on the number of threads
                     hessian = gptq.rotated_hessian(statistics.hessian, self.options.format)
                     factor = gptq.factorize(hessian, self.options.act_order, self.options.format.group_size)
             rounding = partial(self._round, statistics, factor)
             for name, rounded in zip(chosen, map_in_threads(rounding, chosen, self.threads), strict=True):
                 weight = self.tensors[f"{name}.weight"]
                 layer.quantized[name] = rounded
-                if not statistics.seen:  # an expert that no token has chosen
+                if not statistics.seen:  # an expert without tokens
                     layer.errors[name] = 0.0
                     continue
-                change = awq.squared_products(self.ops, statistics.samples, rounded.dequantize() - weight)
-                layer.errors[name] = change / max(awq.squared_products(self.ops, statistics.samples, weight), 1e-30)
+                error = awq.squared_products(self.ops, statistics.samples, rounded.dequantize() - weight)
+                layer.errors[name] = error / max(awq.squared_products(self.ops, statistics.samples, weight), 1e-30)
         for name, tensor in self.tensors.items():
             if tensor is not self._original[name] and name.removesuffix(".weight") not in layer.quantized:
                 layer.changed[name] = tensor.to(self.stored[name].dtype)

@@ -1,4 +1,4 @@
-"""What ``penstock quantize`` can be told: methods, and options with their defaults. No torch."""
+"""Methods and options of ``penstock quantize``. Does not import torch."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ KVCacheDtype = Literal["auto", "int8", "fp8"]
 
 @dataclass(frozen=True)
 class Method:
-    """How matrices are quantized and written."""
+    """A quantization method."""
 
     about: str
+    """Description for the help and the report."""
     scheme: Scheme
-    """With the default number of bits, group size and rotation. Sensitive matrices have another format only where they
-    are rotated."""
+    """Default bits, group size and rotation. The format of sensitive matrices applies to rotated ones only."""
     file_format: FileFormat = "compressed-tensors"
     bits: tuple[int, ...] = ()
-    """Numbers of bits to choose from; empty where there is no choice."""
+    """Values of ``--bits``; empty: only those of ``scheme``."""
     calibrates: bool = True
-    """Whether it looks at activations."""
+    """Uses statistics of activations."""
     sequential: bool = False
-    """Whether a layer is calibrated on what the quantized layers before it give, in place of the original ones."""
+    """A layer is calibrated on the outputs of the quantized layers before it, instead of the original ones."""
 
     @property
     def format(self) -> Format:
-        """The format of all matrices but sensitive ones."""
+        """Format of all but sensitive matrices."""
         return self.scheme.layers
 
 
 _W4A8 = Scheme(Format(4, 32, 8, rotation=ROTATION), sensitive=SCHEMES["w4a8"].sensitive)
-"""Scheme of written checkpoints: file formats have no integer scales (``Format.integer_scales``)."""
+"""Differs from ``SCHEMES["w4a8"]``, as file formats have no integer scales (``Format.integer_scales``)."""
 _GPTQ = Scheme(Format(4, 64, rotation=ROTATION), sensitive=Format(8, rotation=ROTATION), values_only=True)
 METHODS: dict[str, Method] = {
     "wint8": Method("8-bit weights, rounded to nearest", SCHEMES["wint8"], calibrates=False),
@@ -53,58 +53,60 @@ METHODS: dict[str, Method] = {
     "gptq": Method("4- or 8-bit weights, errors compensated", _GPTQ, "gptq", (4, 8), sequential=True),
     "smoothquant": Method("8-bit weights and smoothed activations", Scheme(Format(8, activation_bits=8))),
 }
-"""By name. Embedding and language model head are never quantized."""
+"""Methods by name. Embedding and language model head are never quantized."""
 
 
 ROTATIONS = (0, 2, 4, 8, 16, 32, 64)
 UNROTATED = ("fp8", "awq", "smoothquant")
-"""Methods whose weights are not rotated: floating-point numbers, and those that scale inputs, which rotations mix."""
+"""Methods without rotation: only integers are rotated, and a rotation would mix the inputs that the others scale."""
 
 
 class QuantizeOptions(msgspec.Struct, frozen=True):
-    """Options of a quantization. All of them decide the bytes that are written."""
+    """Options of a quantization, which determine the written bytes."""
 
     method: str
-    """A name of ``METHODS``."""
+    """Name of the method (``METHODS``)."""
     bits: int = 0
-    """Bits of a weight, where the method has a choice; 0 is its first."""
+    """Bits of a weight: 4 or 8 with gptq; 0: the default of the method."""
     group_size: int = 0
-    """Inputs that share a scale, in methods of 4 bits and ``gptq``; 0 is the method's, -1 is all of them."""
+    """Number of inputs that share a scale, a multiple of 8, for gptq and methods with 4 bits; 0: the default of the
+    method; -1: all inputs."""
     rotation: int | None = None
-    """Inputs of the Hadamard blocks by which weights and activations are rotated, which loses less, a power of two up
-    to 64; None is the method's. Rotated integers are written as compressed-tensors with a ``transform_config`` and, in
-    4 bits, some matrices in 8. 0: not rotated, one format for all matrices, with gptq as AutoGPTQ writes it."""
+    """Block size of the Hadamard rotation of weights and activations, which reduces the error: a power of two up to 64.
+    Rotated checkpoints are written as compressed-tensors with a ``transform_config``; with 4 bits, some matrices have
+    8. 0: no rotation and one format for all matrices, with gptq in the format of AutoGPTQ. Default: that of the
+    method."""
     act_order: ActOrder = "static"
-    """Order in which GPTQ quantizes inputs: as they are, or largest activations first, with groups of neighbours
-    (``static``) or of inputs that follow each other in that order (``group``: ``desc_act`` in ``config.json``)."""
+    """Order in which GPTQ quantizes inputs: ``none``: unpermuted; ``static``: largest activations first, with groups of
+    adjacent inputs; ``group``: largest activations first, with groups in that order (``desc_act`` in
+    ``config.json``)."""
     smoothing_strength: float = 0.5
-    """How much of the activations' range SmoothQuant moves to the weights (alpha in the paper); 0 leaves activations as
-    they are."""
+    """SmoothQuant's alpha, from 0 to 1: how much of the range of activations is moved into the weights; 0: none."""
     calib_dataset: str = ""
-    """File or folder of texts: JSON or Parquet with text, messages or prompt, or plain text; empty is the built-in
-    one."""
+    """Calibration texts: a file or folder of JSON or Parquet records (text, messages or prompt), or of plain text;
+    empty: the built-in texts."""
     calib_texts: tuple[str, ...] = ()
-    """Texts in place of a data set."""
+    """Calibration texts to use instead of a data set."""
     calib_size: int = 512
-    """Samples to calibrate on."""
+    """Number of calibration samples."""
     calib_seq_len: int = 512
-    """Tokens of a sample."""
+    """Number of tokens of a sample."""
     eval_size: int = 16
-    """Further samples, on which the report measures, an eighth of all at most."""
+    """Number of further samples for the measurements of the report, at most an eighth of all samples."""
     ignore: tuple[str, ...] = ()
-    """Matrices that are not quantized: ends of their names, or patterns of them (``fnmatch``), as down_proj or
+    """Matrices that are not quantized: names, suffixes of names, or ``fnmatch`` patterns, such as down_proj or
     'layers.0.*'."""
     kv_cache_dtype: KVCacheDtype = "auto"
-    """Dtype of the KV cache that the report measures with; needs no calibration."""
+    """Dtype of the KV cache in the measurements of the report. It needs no calibration."""
     seed: int = 0
-    """Seed of the choice of samples."""
+    """Seed of the selection of samples."""
 
     @property
     def scheme(self) -> Scheme:
-        """The format of each quantized matrix. Raises ``PenstockError`` (``invalid``) for options that do not fit.
+        """Format of each quantized matrix. Raises ``PenstockError`` (``invalid``) for invalid options.
 
-        Sensitive matrices have 8 bits in rotated checkpoints of 4 bits alone, which are written as compressed-tensors.
-        Other file formats allow one format for all matrices.
+        Sensitive matrices have 8 bits only in rotated 4-bit checkpoints, which are written as compressed-tensors. Other
+        file formats allow only one format for all matrices.
         """
         method, format = METHODS[self.method], self._format()
         sensitive = method.scheme.sensitive if format.bits == 4 and format.rotation else None
@@ -113,7 +115,7 @@ class QuantizeOptions(msgspec.Struct, frozen=True):
 
     @property
     def format(self) -> Format:
-        """The format of all matrices but sensitive ones; raises as ``scheme``."""
+        """Format of all but sensitive matrices. Raises like ``scheme``."""
         return self.scheme.layers
 
     @property
@@ -128,30 +130,32 @@ class QuantizeOptions(msgspec.Struct, frozen=True):
             bits = self.bits
             choices = method.bits or (method.format.bits,)
             if bits not in choices:
-                raise invalid("--bits", f"{self.method} has {' or '.join(map(str, choices))}", choices[0])
+                supported = " or ".join(map(str, choices))
+                raise invalid("--bits", f"must be {supported} with {self.method}, is {self.bits}", choices[0])
         if self.group_size:
             if not method.format.group_size:
-                raise invalid("--group-size", f"{self.method} has one scale an output: leave it out")
+                raise invalid("--group-size", f"{self.method} has one scale per output: remove the option")
             group_size = max(self.group_size, 0)
             if self.group_size < -1 or group_size % 8:
                 raise invalid("--group-size", f"must be a multiple of 8, or -1, is {self.group_size}", 8)
         return replace(method.format, bits=bits, group_size=group_size, rotation=self._rotation(method))
 
     def _rotation(self, method: Method) -> int:
-        """Inputs of a rotated block. Raises ``PenstockError`` (``invalid``) for what cannot be rotated."""
+        """Block size of the rotation. Raises ``PenstockError`` (``invalid``) for unsupported combinations."""
         has_order = self.method == "gptq" and self.act_order == "group"
         if self.rotation is None:
             return 0 if has_order else method.format.rotation
         if self.rotation not in ROTATIONS:
             raise invalid("--rotation", f"must be a power of two from 2 to 64, or 0, is {self.rotation}", 64)
         if self.rotation and self.method in UNROTATED:
-            raise invalid("--rotation", f"{self.method} has none: take gptq or a method that rounds to integers")
+            rotated = ", ".join(name for name in METHODS if name not in UNROTATED)
+            raise invalid("--rotation", f"must be 0 with {self.method}; methods with rotation are {rotated}")
         if self.rotation and has_order:
-            raise invalid("--act-order", "group is none of rotated weights: take static")
+            raise invalid("--act-order", "group needs --rotation 0: use static, or do not rotate")
         return self.rotation
 
     def check(self) -> None:
-        """Raises ``PenstockError`` (``invalid``) for a value out of its range."""
+        """Raise ``PenstockError`` (``invalid``) for a value out of range."""
         if self.method not in METHODS:
             raise invalid("--method", f"must be one of {', '.join(METHODS)}, is {self.method!r}")
         _ = self.scheme
@@ -161,5 +165,5 @@ class QuantizeOptions(msgspec.Struct, frozen=True):
         if not (math.isfinite(self.smoothing_strength) and 0 <= self.smoothing_strength <= 1):
             raise invalid("--smoothing-strength", f"must be from 0 to 1, is {self.smoothing_strength}", 1)
         if self.calib_dataset and not Path(self.calib_dataset).exists():
-            advice = "give a file or folder (.jsonl, .parquet or plain text), or leave it out for the built-in texts"
-            raise invalid("--calib-dataset", f"there is no {self.calib_dataset}: {advice}")
+            advice = "name a file or folder (.jsonl, .parquet or plain text), or omit the option for the built-in texts"
+            raise invalid("--calib-dataset", f"{self.calib_dataset} does not exist: {advice}")

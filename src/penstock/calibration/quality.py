@@ -1,4 +1,4 @@
-"""What quantization changes in the model's predictions."""
+"""Measures of the error that quantization causes in hidden states and predictions."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from penstock.models.model import Model
 
 ROWS = 256
-"""Tokens whose logits are computed at a time."""
+"""Number of tokens whose logits are computed at a time."""
 
 
 def compare(model: Model, original: Tensor, quantized: Tensor, samples: Tensor) -> dict[str, Any]:
-    """Compare predictions of the next token.
+    """Compare predictions of the next token: perplexity, KL divergence, and agreement of the top token.
 
     Args:
-        model: whose last stage computes logits.
+        model: last pipeline stage, which computes logits.
         original, quantized: final hidden states ``[samples, tokens, hidden]`` of both models.
         samples: token ids ``[samples, tokens]``.
     """
@@ -27,11 +27,11 @@ def compare(model: Model, original: Tensor, quantized: Tensor, samples: Tensor) 
     losses, divergence, agreeing = torch.zeros(2, dtype=torch.float64), 0.0, 0
     for first in range(0, len(targets), ROWS):
         rows = slice(first, first + ROWS)
-        own, other = (model.logits(hidden[rows].contiguous()).log_softmax(-1) for hidden in (before, after))
-        for place, logprobs in enumerate((own, other)):
-            losses[place] -= logprobs.gather(1, targets[rows, None]).sum(dtype=torch.float64)
-        divergence += float((own.exp() * (own - other)).sum(dtype=torch.float64))
-        agreeing += int((own.argmax(-1) == other.argmax(-1)).sum())
+        p, q = (model.logits(hidden[rows].contiguous()).log_softmax(-1) for hidden in (before, after))
+        for index, logprobs in enumerate((p, q)):
+            losses[index] -= logprobs.gather(1, targets[rows, None]).sum(dtype=torch.float64)
+        divergence += float((p.exp() * (p - q)).sum(dtype=torch.float64))
+        agreeing += int((p.argmax(-1) == q.argmax(-1)).sum())
     count = len(targets)
     mean = (losses / count).tolist()
     return {
@@ -44,9 +44,9 @@ def compare(model: Model, original: Tensor, quantized: Tensor, samples: Tensor) 
 
 
 def relative_error(original: Tensor, quantized: Tensor) -> float:
-    """The squares of what changed in hidden states ``[samples, tokens, hidden]``, as a share of their squares."""
-    change = size = 0.0
+    """Return the sum of squared errors of hidden states ``[samples, tokens, hidden]`` over their sum of squares."""
+    error = norm = 0.0
     for before, after in zip(original, quantized, strict=True):
-        change += float((after.float() - before.float()).square().sum(dtype=torch.float64))
-        size += float(before.float().square().sum(dtype=torch.float64))
-    return change / max(size, 1e-30)
+        error += float((after.float() - before.float()).square().sum(dtype=torch.float64))
+        norm += float(before.float().square().sum(dtype=torch.float64))
+    return error / max(norm, 1e-30)

@@ -1,4 +1,4 @@
-"""Quantizes a checkpoint layer by layer: the whole of ``penstock quantize``."""
+"""Quantization of a checkpoint layer by layer (``penstock quantize``)."""
 
 from __future__ import annotations
 
@@ -45,42 +45,42 @@ from .writer import CheckpointWriter, encode_layer, read_tensors
 
 logger = logging.getLogger(__name__)
 
-AT_LOAD = ": --quantization quantizes it at load"
-"""What to do with a model that is not quantized here."""
+AT_LOAD = ": use --quantization, which quantizes at load"
+"""Advice for models that cannot be quantized here."""
 CALIBRATION, ORIGINAL, QUANTIZED = "calibration", "original", "quantized"
-"""Streams of hidden states: of the samples to calibrate on, and of those to measure on in both models."""
+"""Streams of hidden states: calibration samples, and evaluation samples in the original and in the quantized model."""
 
 
 def quantize(
     model: Path, output: Path, options: QuantizeOptions, *, threads: int = 0, progress: bool = True
 ) -> dict[str, Any]:
-    """Write a quantized checkpoint, and a report beside it. Continues a run that was cut off.
+    """Write a quantized checkpoint and its report. Resumes an interrupted run.
 
     Args:
         model: folder of the checkpoint.
         output: folder to write to: new, empty, or of a run with the same options.
-        threads: to compute with; 0 is one for each core. A run that continues keeps its number.
-        progress: whether to show it.
+        threads: number of threads; 0: one per core. A resumed run keeps the number that it began with.
+        progress: show progress.
 
     Returns:
         The report, as in ``quantization_report.json``.
 
-    Raises ``PenstockError`` with one sentence where options do not fit, or the checkpoint is broken or not supported.
+    Raises ``PenstockError`` for invalid options, and for a damaged or unsupported checkpoint.
     """
     options.check()
     config = read_config(model)
     if config.quantization_config is not None:
-        raise invalid("model", f"{model} is quantized already: name the checkpoint that it was made from")
+        raise invalid("model", f"{model} is quantized already: use the original checkpoint")
     if find_gguf(model):
-        raise invalid("model", f"{model} has a GGUF file: name the Hugging Face checkpoint that it was made from")
+        raise invalid("model", f"{model} has a GGUF file: use the original Hugging Face checkpoint")
     if read_engine_config(model):
-        raise invalid("model", f"{model} is an engine folder: name the checkpoint that it was built from")
+        raise invalid("model", f"{model} is an engine folder: use the checkpoint that it was built from")
     _check_model(config, model, options)
     checkpoint = Checkpoint(model)
     if config.experts and any(name.endswith(config.experts.fused.tensors) for name in checkpoint.names):
         raise _unsupported(f"{model} has all experts of a layer in one tensor{AT_LOAD}")
     _check_ignored(options, checkpoint)
-    options = _fitted(options, checkpoint)
+    options = _fit_sizes(options, checkpoint)
     job = {
         "penstock": __version__,
         "checkpoint": checkpoint.version,
@@ -103,27 +103,21 @@ def quantize(
 
 
 def _check_model(config: ModelConfig, model: Path, options: QuantizeOptions) -> None:
-    """Raises ``PenstockError`` (``unsupported``) for models whose layers calibration does not know."""
+    """Raise ``PenstockError`` (``unsupported``) for models that cannot be calibrated."""
     family, head_dim = config.architecture, config.stored_head_dim
-    stored = "have several matrices in one tensor, or other names than Llama's"
-    for wrong, message in (
-        (config.has_vision, f"{model} sees images, and is not quantized here"),
-        (config.speech, f"{model} transcribes audio, and is not quantized here"),
-        (head_dim, f"{model} has head_dim {head_dim}; multiples of {PADDED_TO} are quantized"),
-        (
-            find_family(family).find_stored,
-            f"checkpoints of {family} {stored}{AT_LOAD}",
-        ),
-        (
-            config.latent,
-            f"{family} has latent attention, whose inputs are not observed{AT_LOAD}",
-        ),
+    fused = "have fused matrices, or tensor names other than Llama's"
+    for is_unsupported, message in (
+        (config.has_vision, f"{model} has image input, which is not supported by penstock quantize"),
+        (config.speech, f"{model} has audio input, which is not supported by penstock quantize"),
+        (head_dim, f"{model} has head_dim {head_dim}; only multiples of {PADDED_TO} can be quantized"),
+        (find_family(family).find_stored, f"checkpoints of {family} {fused}{AT_LOAD}"),
+        (config.latent, f"{family} has multi-head latent attention, which cannot be calibrated{AT_LOAD}"),
     ):
-        if wrong:
+        if is_unsupported:
             raise _unsupported(message)
     if options.method in SCALING and not can_scale(config):
-        words = f"{options.method} scales the norms before matrices, which {family} does not allow"
-        raise _unsupported(f"{words}: name --method gptq or wint4", "--method")
+        message = f"{options.method} scales the norms before matrices, which {family} does not allow"
+        raise _unsupported(f"{message}: use --method gptq or wint4", "--method")
 
 
 def _unsupported(message: str, field: str = "model") -> PenstockError:
@@ -131,35 +125,34 @@ def _unsupported(message: str, field: str = "model") -> PenstockError:
 
 
 def _check_ignored(options: QuantizeOptions, checkpoint: Checkpoint) -> None:
-    """Raises ``PenstockError`` (``invalid``) for a pattern that leaves nothing out: a head may be tied, though."""
+    """Raise ``PenstockError`` (``invalid``) for a pattern without a match. "lm_head" is allowed even if it is tied."""
     names = [*(name.removesuffix(".weight") for name in checkpoint.names), "lm_head"]
     for pattern in options.ignore:
         if not any(is_ignored(name, [pattern]) for name in names):
-            words = f"{pattern} is no matrix, nor the end of its name from a dot on, as down_proj or 'layers.0.*'"
-            raise invalid("--ignore", words)
+            raise invalid("--ignore", f"{pattern} matches no matrix: use names as down_proj or 'layers.0.*'")
 
 
-def _fitted(options: QuantizeOptions, checkpoint: Checkpoint) -> QuantizeOptions:
-    """Options with groups and rotated blocks that divide the inputs of all matrices. Where no group size does, it stays
-    for ``check_shape``."""
+def _fit_sizes(options: QuantizeOptions, checkpoint: Checkpoint) -> QuantizeOptions:
+    """Reduce group size and rotated blocks to divisors of the inputs of all matrices. If no group size is one, it is
+    unchanged, and ``check_shape`` raises."""
     names = [name for name in checkpoint.names if name.startswith("model.layers.") and name.endswith(".weight")]
     shapes = [checkpoint.shape(name) for name in names if not is_ignored(name.removesuffix(".weight"), options.ignore)]
     common = math.gcd(*(shape[1] for shape in shapes if len(shape) == 2))
     wanted, rotation = options.format.group_size, options.format.rotation
     if rotation and (block := math.gcd(rotation, common)) != rotation:
-        logger.warning("rotated blocks of %d do not divide the inputs of all matrices: %d is used", rotation, block)
+        logger.warning("rotation %d does not divide the inputs of all matrices: using %d", rotation, block)
         options = msgspec.structs.replace(options, rotation=block if block > 1 else 0)
     fitting = fitting_group_size(wanted, common)
     if wanted and not options.group_size and (power := math.gcd(wanted, common)) % 8 == 0:
-        fitting = power  # by default a power of two, as kernels of other systems take few sizes
+        fitting = power  # by default a power of two, as kernels of other systems support few sizes
     if fitting != wanted:
-        logger.warning("groups of %d do not divide the inputs of all matrices: groups of %d are used", wanted, fitting)
+        logger.warning("group size %d does not divide the inputs of all matrices: using %d", wanted, fitting)
         options = msgspec.structs.replace(options, group_size=fitting)
     return options
 
 
 class _Run:
-    """The layers' part of a run."""
+    """Quantization of the layers of a checkpoint."""
 
     def __init__(
         self, model: Path, options: QuantizeOptions, config: ModelConfig, checkpoint: Checkpoint, state: RunState
@@ -184,35 +177,35 @@ class _Run:
         }
 
     def _read_samples(self, model: Path) -> dict[str, Tensor]:
-        """Token ids by stream."""
+        """Read the token ids of each stream."""
         options, config = self._options, self._config
         count, length = options.calib_size + options.eval_size, min(options.calib_seq_len, config.max_model_len)
         texts = options.calib_texts or options.calib_dataset
         samples = read_samples(texts, Tokenizer(model), count, length, options.seed)
         if int(samples.max()) >= config.vocab_size:
-            raise invalid("model", f"{model} has a tokenizer with more tokens than the model's {config.vocab_size}")
-        calibration, measured = split_samples(samples, options.calib_size, options.eval_size)
+            raise invalid("model", f"{model} has token ids above the model's vocab_size {config.vocab_size}")
+        calibration, evaluation = split_samples(samples, options.calib_size, options.eval_size)
         if not self._method.calibrates:
             calibration = calibration[:0]
-        return {CALIBRATION: calibration, ORIGINAL: measured, QUANTIZED: measured}
+        return {CALIBRATION: calibration, ORIGINAL: evaluation, QUANTIZED: evaluation}
 
     def quantize_layers(self, progress: bool) -> None:
-        """Quantize the layers that are not done yet."""
-        layers, done = self._config.num_layers, 0
-        while done < layers and self._state.layer(done) is not None:
-            done += 1
-        again = len(self._samples[CALIBRATION]) if self._method.sequential else 0
-        each = sum(map(len, self._samples.values())) + again
-        total = layers * each - again
-        tell, before = print_line("quantize"), min(done * each, total)
-        with Progress("samples", total, "sample", tell, before, progress) as bar:
-            for number in range(done, layers):
+        """Quantize the layers that are not finished yet."""
+        layers, finished = self._config.num_layers, 0
+        while finished < layers and self._state.layer(finished) is not None:
+            finished += 1
+        repeated = len(self._samples[CALIBRATION]) if self._method.sequential else 0
+        per_layer = sum(map(len, self._samples.values())) + repeated
+        total = layers * per_layer - repeated
+        done = min(finished * per_layer, total)
+        with Progress("samples", total, "sample", print_line("quantize"), done, progress) as bar:
+            for number in range(finished, layers):
                 bar.update(0, f"layer {number + 1} of {layers}")
                 self._quantize_layer(number, bar.update)
 
     @torch.inference_mode()
     def _quantize_layer(self, number: int, progress: Callable[[int], object]) -> None:
-        """Quantize a layer, and compute what the next one is fed with."""
+        """Quantize a layer, and compute the inputs of the next one."""
         is_last = number == self._config.num_layers - 1
         before = self._samples if number == 0 else {name: self._open(number - 1, name) for name in self._samples}
         after = {name: self._open(number, name, new=True) for name in self._samples}
@@ -227,14 +220,14 @@ class _Run:
             run_stage(stage, backend, before[QUANTIZED], after[QUANTIZED], self._kv_quantization, progress)
         if sequential and not is_last:
             run_stage(stage, backend, before[CALIBRATION], after[CALIBRATION], "", progress)
-        found: dict[str, Any] = {"error": relative_error(after[ORIGINAL], after[QUANTIZED]), "matrices": layer.errors}
+        result: dict[str, Any] = {"error": relative_error(after[ORIGINAL], after[QUANTIZED]), "matrices": layer.errors}
         if is_last:
             del stage
             head = self._build(number, self._ops, QuantizedLayer())  # one for both, since backends round differently
-            found["quality"] = compare(head, after[ORIGINAL], after[QUANTIZED], self._samples[ORIGINAL])
+            result["quality"] = compare(head, after[ORIGINAL], after[QUANTIZED], self._samples[ORIGINAL])
         tensors = encode_layer(layer, stored, self._options.file_format)
         self._state.write(self._state.layer_tensors(number), partial(save_file, tensors))
-        self._state.finish_layer(number, found)
+        self._state.finish_layer(number, result)
 
     def _run_original(
         self,
@@ -243,7 +236,7 @@ class _Run:
         after: dict[str, Tensor],
         progress: Callable[[int], object],
     ) -> Observations:
-        """Compute the original layer, and look at what its matrices are fed with."""
+        """Compute the original layer. Returns statistics of the inputs of its matrices."""
         observed = CALIBRATION if self._method.calibrates else ORIGINAL
         observer = InputObserver(self._ops, self._samples[observed].numel(), self._options.method == "gptq")
         stage = self._build(number, self._ops, QuantizedLayer(), observer)
@@ -264,6 +257,6 @@ class _Run:
         return build_stage(self._config, backend, weights, number, self._dtype, max_len, observer)
 
     def _open(self, number: int, stream: str, new: bool = False) -> Tensor:
-        """The hidden states of a stream behind a layer."""
+        """Map the hidden states of a stream after a layer."""
         path = self._state.hidden_states(number, stream)
         return hidden_states(path, (*self._samples[stream].shape, self._config.hidden_size), self._dtype, new)

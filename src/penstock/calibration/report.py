@@ -1,4 +1,4 @@
-"""The report of a quantization: JSON, and one HTML page with its pictures inside."""
+"""The report of a quantization: JSON, and an HTML page with inline SVG charts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .state import REPORT, RunState
 
 PAGE = "quantization_report.html"
 WIDTH, HEIGHT, MARGIN = 760, 220, 56
-"""Of a picture, in pixels."""
+"""Sizes of a chart in pixels."""
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5")
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 800px; margin: 2em auto; padding: 0 1em; color: #222; }
@@ -29,13 +29,13 @@ def make_report(
     sizes: Mapping[str, int],
     written: Mapping[str, int],
 ) -> dict[str, Any]:
-    """The report as plain data, without times, so that equal runs have equal reports.
+    """Return the report as plain data. It has no times, so that equal runs have equal reports.
 
     Args:
-        job: what the run was asked for.
-        layers: what was found of each layer; the last one has the predictions' quality.
+        job: options and inputs of the run.
+        layers: results of each layer (``RunState.layer``); those of the last layer contain "quality".
         sizes: numbers of samples and tokens.
-        written: bytes before and after.
+        written: size of the tensors in bytes, before and after.
     """
     return {
         "job": dict(job),
@@ -47,14 +47,14 @@ def make_report(
 
 
 def write_report(report: Mapping[str, Any], output: Path, state: RunState) -> None:
-    """Write both files."""
+    """Write the JSON and the HTML file."""
     text = json.dumps(report, indent=1) + "\n"
     state.write(output / PAGE, lambda path: path.write_text(render(report), encoding="utf-8"))
     state.write(output / REPORT, lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def summary(report: Mapping[str, Any]) -> str:
-    """The figures that count, in lines for a terminal."""
+    """Return the key figures as lines for a terminal."""
     return "\n".join(f"{name:<22} {value}" for name, value in _figures(report))
 
 
@@ -63,9 +63,9 @@ def _figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         ("size", f"{_size(before)} before, {_size(after)} after ({after / before:.1%})"),
         ("perplexity", f"{report['perplexity_original']:.4f} before, {report['perplexity_quantized']:.4f} after"),
-        ("KL divergence", f"{report['kl_divergence']:.5f} nats a token"),
+        ("KL divergence", f"{report['kl_divergence']:.5f} nats per token"),
         ("same top token", f"{report['top1_agreement']:.2%} of {report['tokens']:,} tokens"),
-        ("error behind layers", f"{report['layers'][-1]['error']:.2e} of the hidden states' squares"),
+        ("hidden state error", f"{report['layers'][-1]['error']:.2e} (relative squared error after the last layer)"),
     ]
 
 
@@ -78,13 +78,13 @@ def _size(count: float) -> str:
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """The page."""
+    """Return the HTML page."""
     job, layers = report["job"], report["layers"]
     method = METHODS[job["method"]]
     file_format = "compressed-tensors" if job.get("rotation") else method.file_format
     options = {name: value for name, value in job.items() if value not in ("", 0, [], "auto")}
     kinds = sorted({_kind(name) for layer in layers for name in layer["matrices"]})
-    lines = {kind: [_of_kind(layer["matrices"], kind) for layer in layers] for kind in kinds}
+    lines = {kind: [_max_error(layer["matrices"], kind) for layer in layers] for kind in kinds}
     parts = [
         "<!doctype html><html lang='en'><meta charset='utf-8'>",
         f"<title>Quantization: {escape(job['method'])}</title><style>{STYLE}</style>",
@@ -92,14 +92,14 @@ def render(report: Mapping[str, Any]) -> str:
         f"Calibrated on {report['calibration_samples']} samples of {report['sample_tokens']} tokens, measured on "
         f"{report['measured_samples']} others.</p>",
         _table(("", ""), _figures(report), numbers=False),
-        "<h2>Error behind each layer</h2><p>Squares of what all layers so far have changed in the hidden states, as a "
-        "share of the hidden states' squares. The last bar is behind the final norm.</p>",
+        "<h2>Error after each layer</h2><p>Relative squared error of the hidden states, accumulated over the layers. "
+        "The last bar is after the final norm.</p>",
         _bars([layer["error"] for layer in layers]),
-        "<h2>Error of each matrix</h2><p>Squares of what rounding its weights changes in a matrix's products, as a "
-        "share of the products' squares.</p>",
+        "<h2>Error of each matrix</h2><p>Relative squared error of the products of a matrix due to the rounding of its "
+        "weights.</p>",
         _lines(lines),
         _table(
-            ("layer", "error behind it", *kinds),
+            ("layer", "error after layer", *kinds),
             [
                 (
                     str(number),
@@ -119,7 +119,7 @@ def _kind(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _of_kind(matrices: Mapping[str, float], kind: str) -> float | None:
+def _max_error(matrices: Mapping[str, float], kind: str) -> float | None:
     return max((error for name, error in matrices.items() if _kind(name) == kind), default=None)
 
 
@@ -131,7 +131,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: bool = T
 
 
 def _axis(highest: float) -> tuple[float, str]:
-    """The value at the top of a picture, and lines with their labels."""
+    """Return the value at the top of a chart, and its grid lines with labels."""
     highest = highest or 1.0
     lines = []
     for part in range(5):
@@ -141,22 +141,22 @@ def _axis(highest: float) -> tuple[float, str]:
     return highest, "".join(lines)
 
 
-def _place(index: int, count: int) -> float:
+def _x(index: int, count: int) -> float:
     return MARGIN + (WIDTH - MARGIN) * (index + 0.5) / count
 
 
-def _height(value: float, highest: float) -> float:
+def _y(value: float, highest: float) -> float:
     return MARGIN / 2 + (HEIGHT - MARGIN) * (1 - value / highest)
 
 
 def _labels(count: int) -> str:
     return "".join(
-        f"<text x='{_place(index, count):.1f}' y='{HEIGHT - 6}' text-anchor='middle'>{index}</text>"
+        f"<text x='{_x(index, count):.1f}' y='{HEIGHT - 6}' text-anchor='middle'>{index}</text>"
         for index in range(0, count, max(1, count // 16))
     )
 
 
-def _picture(content: str) -> str:
+def _svg(content: str) -> str:
     return f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' width='100%' role='img'>{content}</svg>"
 
 
@@ -164,12 +164,12 @@ def _bars(values: Sequence[float]) -> str:
     highest, axis = _axis(max(values))
     width = max(1.0, (WIDTH - MARGIN) / len(values) * 0.7)
     bars = "".join(
-        f"<rect x='{_place(index, len(values)) - width / 2:.1f}' y='{_height(value, highest):.1f}' width='{width:.1f}' "
-        f"height='{_height(0, highest) - _height(value, highest):.1f}' fill='{COLOURS[0]}'>"
+        f"<rect x='{_x(index, len(values)) - width / 2:.1f}' y='{_y(value, highest):.1f}' width='{width:.1f}' "
+        f"height='{_y(0, highest) - _y(value, highest):.1f}' fill='{COLOURS[0]}'>"
         f"<title>layer {index}: {value:.3e}</title></rect>"
         for index, value in enumerate(values)
     )
-    return _picture(axis + bars + _labels(len(values)))
+    return _svg(axis + bars + _labels(len(values)))
 
 
 def _lines(values: Mapping[str, Sequence[float | None]]) -> str:
@@ -178,13 +178,11 @@ def _lines(values: Mapping[str, Sequence[float | None]]) -> str:
     count = max(map(len, values.values()))
     highest, axis = _axis(max(value for line in values.values() for value in line if value is not None))
     drawn, keys = "", ""
-    for place, (kind, line) in enumerate(values.items()):
-        colour = COLOURS[place % len(COLOURS)]
-        points = [
-            (_place(index, count), _height(value, highest)) for index, value in enumerate(line) if value is not None
-        ]
+    for number, (kind, line) in enumerate(values.items()):
+        colour = COLOURS[number % len(COLOURS)]
+        points = [(_x(index, count), _y(value, highest)) for index, value in enumerate(line) if value is not None]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         drawn += f"<polyline points='{path}' fill='none' stroke='{colour}' stroke-width='1.5'/>"
         drawn += "".join(f"<circle cx='{x:.1f}' cy='{y:.1f}' r='2' fill='{colour}'/>" for x, y in points)
         keys += f"<span class='key' style='color:{colour}'>■ {escape(kind)}</span>"
-    return _picture(axis + drawn + _labels(count)) + f"<p>{keys}</p>"
+    return _svg(axis + drawn + _labels(count)) + f"<p>{keys}</p>"

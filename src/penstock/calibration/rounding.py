@@ -11,20 +11,20 @@ from penstock.ops.hadamard import hadamard
 from penstock.ops.scale_search import search_scales
 
 MIN_MAGNITUDE = 1e-30
-"""Groups whose largest magnitude is not above this become zeros, as in ``ops.reference``."""
+"""Groups up to this magnitude are rounded to zeros, as in ``ops.reference``."""
 
 CLIPPING = [1 + step / 24 for step in range(12)]
-"""Clipping factors: the largest magnitude is tried at ``-8 * factor``; integers below -8 are clipped."""
+"""Candidate clipping factors: the largest magnitude is mapped to ``-8 * factor``; integers below -8 are clipped."""
 
 
 def rotate(weight: Tensor, format: Format) -> Tensor:
-    """``[out, in]`` float32 as the format rotates it, for inputs that ``hadamard`` rotates."""
+    """Rotate ``[out, in]`` float32 as the format requires, for inputs rotated with ``hadamard``."""
     block = format.rotation_block(weight.shape[1])
     return hadamard(weight, block) / block
 
 
 def round_to_nearest(weight: Tensor, format: Format) -> QuantizedWeight:
-    """``[out, in]`` float32 rounded as the ops do it when a model is loaded (``ops.reference.pack``)."""
+    """Round ``[out, in]`` float32 like quantization at load (``ops.reference.pack``)."""
     if format.floating:
         maximum = weight.abs().amax(1, keepdim=True)
         inverse = torch.where(maximum > MIN_MAGNITUDE, torch.full_like(maximum, MAX_FP8) / maximum, 0)
@@ -36,14 +36,14 @@ def round_to_nearest(weight: Tensor, format: Format) -> QuantizedWeight:
 
 
 def to_groups(weight: Tensor, format: Format) -> Tensor:
-    """``[out, in]`` as ``[out, groups, group_size]``."""
+    """View ``[out, in]`` as ``[out, groups, group_size]``."""
     groups: Tensor = weight.unflatten(1, (-1, format.group_size or weight.shape[1]))
     return groups
 
 
 def symmetric_scales(groups: Tensor, bits: int) -> Tensor:
-    """The scales ``[...]`` of groups ``[..., group_size]``: the largest magnitude becomes 127; of 4 bits they are
-    searched (``ops.scale_search``)."""
+    """Return the scales ``[...]`` of groups ``[..., group_size]``: with 8 bits the largest magnitude over 127, with 4
+    bits those of ``ops.scale_search``."""
     maximum = groups.abs().amax(-1)
     if bits == 8:
         return maximum / 127
@@ -51,8 +51,8 @@ def symmetric_scales(groups: Tensor, bits: int) -> Tensor:
 
 
 def search_weighted_scales(groups: Tensor, importance: Tensor, bits: int) -> Tensor:
-    """As ``symmetric_scales``, but of 4 bits the error of each input counts as much as ``importance`` ``[group_size]``
-    says, and more scales are tried."""
+    """Like ``symmetric_scales``, but with 4 bits the squared error of each input is weighted by ``importance``
+    ``[group_size]``, and more scales are tried."""
     maximum = groups.abs().amax(-1)
     if bits == 8:
         return maximum / 127
@@ -70,26 +70,25 @@ def search_weighted_scales(groups: Tensor, importance: Tensor, bits: int) -> Ten
 
 
 def round_symmetric(groups: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Groups ``[..., group_size]`` as int8, for scales ``[...]``."""
+    """Round groups ``[..., group_size]`` to int8 with scales ``[...]``."""
     inverse = torch.where(scales.abs() * 2 ** (bits - 1) > MIN_MAGNITUDE, 1 / scales, 0)[..., None]
     return (groups * inverse).round().clamp(*integer_range(bits)).to(torch.int8)
 
 
 def integer_range(bits: int) -> tuple[int, int]:
-    """The least and the largest integer of symmetric formats."""
+    """Return the smallest and the largest integer of symmetric formats."""
     return (-8, 7) if bits == 4 else (-127, 127)
 
 
 def round_between(groups: Tensor, lowest: Tensor, highest: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Round groups with a zero point, as AWQ's checkpoints have them: scales in float16, zero points in the integers'
-    range.
+    """Round groups with a zero point as in AWQ checkpoints: float16 scales, zero points in the range of the integers.
 
     Args:
         groups: ``[..., group_size]`` float32.
-        lowest, highest: ``[...]`` of each group; what lies outside is clipped.
+        lowest, highest: range of each group, ``[...]``; values outside are clipped.
 
     Returns:
-        Values ``[..., group_size]`` int8, from ``-2 ** (bits - 1)`` on; scales ``[...]``; offsets ``[...]``.
+        Values ``[..., group_size]`` int8, from ``-2 ** (bits - 1)``; scales ``[...]``; offsets ``[...]``.
     """
     levels, middle = 2**bits - 1, 2 ** (bits - 1)
     scales = to_half((highest.clamp(min=0) - lowest.clamp(max=0)) / levels)
@@ -99,6 +98,6 @@ def round_between(groups: Tensor, lowest: Tensor, highest: Tensor, bits: int) ->
 
 
 def to_half(scales: Tensor) -> Tensor:
-    """Scales rounded to float16, in which checkpoints have them; 1 where nothing is left."""
+    """Round scales to float16, their dtype in checkpoints; those that become 0 are replaced by 1."""
     rounded = scales.half().float()
     return torch.where(rounded != 0, rounded, 1.0)

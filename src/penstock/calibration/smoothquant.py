@@ -10,15 +10,15 @@ from torch import Tensor
 from .statistics import InputStatistics
 
 MIN_MAGNITUDE = 1e-5
-"""Of an input or its weights, below which it is taken for this."""
+"""Lower clamp of the largest magnitude of an input, and of its weights."""
 
 
 def smoothing_scales(weights: Sequence[Tensor], statistics: InputStatistics, strength: float) -> Tensor:
-    """The scales ``[in]`` that inputs are divided by, and their weights multiplied with.
+    """Return the scales ``[in]`` to divide inputs and multiply their weights by.
 
     Args:
-        weights: of matrices that share the input, ``[out, in]`` float32 each.
-        strength: alpha in the paper.
+        weights: matrices that share the input, ``[out, in]`` float32 each.
+        strength: alpha of the paper.
     """
     largest = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).clamp(min=MIN_MAGNITUDE)
     scales = statistics.maximum.clamp(min=MIN_MAGNITUDE) ** strength / largest ** (1 - strength)

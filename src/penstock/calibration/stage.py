@@ -1,4 +1,4 @@
-"""One layer of a model as a pipeline stage of its own, and the samples' hidden states that pass through it."""
+"""Execution of a single layer, as a pipeline stage, on the hidden states of samples."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from penstock.quant import ExpertMatrices, Matrix
 from .statistics import InputObserver
 
 BLOCK = 64
-"""Tokens of a KV block."""
+"""Number of tokens of a KV block."""
 BATCH_TOKENS = 4096
-"""Tokens that are computed at a time, one sample at least."""
+"""Number of tokens that are computed at a time (at least one sample)."""
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class ChangedWeights:
-    """``layers.Weights`` of a checkpoint, some of them replaced."""
+    """``layers.Weights`` of a checkpoint with some tensors replaced."""
 
     base: Weights
     tensors: Mapping[str, Tensor]
-    """By name, with ``.weight`` or ``.bias``."""
+    """Replaced tensors by full name, such as ``<name>.weight``."""
     quantized: Mapping[str, QuantizedWeight]
-    """Matrices by name, without."""
+    """Quantized matrices by name, without ``.weight``."""
 
     @property
     def version(self) -> str:
@@ -60,7 +60,7 @@ class ChangedWeights:
 
 @dataclass(frozen=True)
 class ObservedMatrix:
-    """A ``Matrix`` that tells an observer of its inputs."""
+    """A ``Matrix`` that passes its inputs to an observer."""
 
     matrix: Matrix
     names: tuple[str, ...]
@@ -76,11 +76,11 @@ class ObservedMatrix:
 
 
 class ObservedExperts(ExpertMatrices):
-    """``ExpertMatrices`` that tell an observer of their inputs, expert by expert.
+    """``ExpertMatrices`` that pass the inputs of each expert to an observer.
 
     Args:
-        base: the same without.
-        names: of each expert's matrices.
+        base: the observed matrices.
+        names: names of each expert's matrices.
     """
 
     def __init__(self, base: ExpertMatrices, names: Sequence[tuple[str, ...]], observer: InputObserver) -> None:
@@ -98,13 +98,13 @@ class ObservedExperts(ExpertMatrices):
 
     def _observe(self, x: Tensor, ids: Tensor) -> None:
         for expert, names in enumerate(self._names):
-            chosen = ids == expert
-            self._observer.observe(names, x[chosen] if x.dim() == 3 else x[chosen.any(1)])
+            selected = ids == expert
+            self._observer.observe(names, x[selected] if x.dim() == 3 else x[selected.any(1)])
 
 
 @dataclass(frozen=True)
 class ObservingContext(BuildContext):
-    """Builds layers whose matrices tell an observer of their inputs."""
+    """A ``BuildContext`` whose matrices pass their inputs to an observer."""
 
     observer: InputObserver = field(kw_only=True)
 
@@ -126,14 +126,14 @@ class ObservingContext(BuildContext):
     def expert_matrices(
         self, names: Sequence[Sequence[str]], inputs: int, shard: Shard, biases: Sequence[Tensor | None], first: int
     ) -> ExpertMatrices:
-        shards, own = [shard] * len(names[0]), [tuple(each) for each in names]
+        shards, keys = [shard] * len(names[0]), [tuple(expert_names) for expert_names in names]
         packed = [
-            super(ObservingContext, self).matrix(list(each), inputs, shards, bias=bias)
-            for each, bias in zip(own, biases, strict=True)
+            super(ObservingContext, self).matrix(list(key), inputs, shards, bias=bias)
+            for key, bias in zip(keys, biases, strict=True)
         ]
-        for each in own:
-            self.observer.register(each, inputs)
-        return ObservedExperts(ExpertMatrices(self.ops, packed, first, self.dtype), own, self.observer)
+        for key in keys:
+            self.observer.register(key, inputs)
+        return ObservedExperts(ExpertMatrices(self.ops, packed, first, self.dtype), keys, self.observer)
 
 
 def build_stage(
@@ -145,7 +145,7 @@ def build_stage(
     max_len: int,
     observer: InputObserver | None = None,
 ) -> Model:
-    """The model with one layer alone; with the embedding before the first, norm and head behind the last."""
+    """Build the model with a single layer; the first includes the embedding, the last the final norm and the head."""
     family = find_family(config.architecture)
     layers = range(layer, layer + 1)
     kind = partial(ObservingContext, observer=observer) if observer else BuildContext
@@ -154,10 +154,10 @@ def build_stage(
 
 
 def hidden_states(path: Path, shape: Sequence[int], dtype: torch.dtype, new: bool) -> Tensor:
-    """The hidden states of samples behind a layer, ``[samples, tokens, hidden]``, in a file that is mapped.
+    """Map a file of the hidden states of samples after a layer, ``[samples, tokens, hidden]``.
 
     Args:
-        new: make the file, to be written to.
+        new: create the file, and map it for writing.
     """
     size = torch.Size(shape).numel()
     if not size:
@@ -179,8 +179,8 @@ def run_stage(
         inputs: token ids ``[samples, tokens]`` for the first layer, hidden states ``[samples, tokens, hidden]`` for
             others.
         outputs: where to write the hidden states; None discards them.
-        kv_quantization: of the KV cache, as in ``KVSpec``.
-        progress: told how many samples have been computed since the last call.
+        kv_quantization: quantization of the KV cache, as in ``KVSpec``.
+        progress: called with the number of samples computed since the last call.
     """
     count, tokens = inputs.shape[:2]
     if not count:
@@ -189,16 +189,15 @@ def run_stage(
     size = min(count, max(1, BATCH_TOKENS // tokens))
     cache = ops.new_kv_cache(stage.kv_specs(BLOCK, kv_quantization), size * blocks, CPU)
     for first in range(0, count, size):
-        given = inputs[first : first + size]
-        batch = _batch(given, blocks)
-        hidden = stage.forward(batch, cache)
+        chunk = inputs[first : first + size]
+        hidden = stage.forward(_batch(chunk, blocks), cache)
         if outputs is not None:
-            outputs[first : first + size] = hidden.view(*given.shape[:2], -1)
-        progress(len(given))
+            outputs[first : first + size] = hidden.view(*chunk.shape[:2], -1)
+        progress(len(chunk))
 
 
-def _batch(given: Tensor, blocks: int) -> Batch:
-    sequences, tokens = given.shape[:2]
+def _batch(inputs: Tensor, blocks: int) -> Batch:
+    sequences, tokens = inputs.shape[:2]
     positions = torch.arange(tokens)
     slots = torch.arange(sequences)[:, None] * (blocks * BLOCK) + positions
     queries = AttentionMetadata(
@@ -206,14 +205,13 @@ def _batch(given: Tensor, blocks: int) -> Batch:
         torch.full((sequences,), tokens, dtype=torch.int32),
         torch.arange(sequences * blocks, dtype=torch.int32).view(sequences, blocks),
     )
-    is_text = given.dim() == 2
-    ids = given.flatten() if is_text else torch.zeros(sequences * tokens, dtype=torch.int64)
+    is_text = inputs.dim() == 2
     return Batch(
-        token_ids=ids,
+        token_ids=inputs.flatten() if is_text else torch.zeros(sequences * tokens, dtype=torch.int64),
         positions=positions.repeat(sequences),
         slot_mapping=slots.flatten(),
         attention=queries,
         logits_indices=torch.arange(sequences * tokens),
         logits_attention=queries,
-        hidden_states=None if is_text else given.flatten(0, 1).clone(),
+        hidden_states=None if is_text else inputs.flatten(0, 1).clone(),
     )

@@ -1,7 +1,7 @@
-"""The state of an unfinished run, in a folder below the output: what is done is never done again.
+"""State of an unfinished run, in a subfolder of the output, from which an interrupted run resumes.
 
-Each file is written under another name first. A layer is done once its ``layer-N.json`` is there, which is written
-last, so that a run that was killed at any moment goes on behind the last such layer.
+Files are written to a temporary name and renamed. The last file of a layer is ``layer-N.json``; a run that was killed
+resumes after the last layer that has one.
 """
 
 from __future__ import annotations
@@ -27,75 +27,73 @@ class RunState:
     """The folder of an unfinished run, locked while this process has it open.
 
     Args:
-        output: of the run; made where it is not there.
-        job: all that decides the bytes that are written. A run of another one that has finished a layer is refused.
-        details: kept with the job by the run that begins, and given back to those that continue it.
+        output: output folder of the run, created if missing.
+        job: all inputs that determine the written bytes. A run that has finished a layer resumes only with an equal
+            ``job``.
+        details: settings stored by the first run, and reused by resumed runs.
 
-    Raises ``PenstockError`` (``invalid``) where the output holds anything else, or another process writes it.
+    Raises ``PenstockError`` (``invalid``) if the output has other contents, or another process writes to it.
     """
 
     def __init__(self, output: Path, job: Mapping[str, Any], details: Mapping[str, Any]) -> None:
         self._output = output
         self.folder = output / FOLDER
         self._lock = self._open()
-        kept = self._read(self.folder / JOB)
-        if kept is None or (kept["job"] != job and self.layer(0) is None):
+        stored = self._read(self.folder / JOB)
+        if stored is None or (stored["job"] != job and self.layer(0) is None):
             for path in self.folder.iterdir():
                 if path.name != "lock":
                     path.unlink()
-            kept = {"job": job, "details": details}
-            self._write_json(self.folder / JOB, kept)
-        if kept["job"] != job:
-            raise invalid(FIELD, f"{output} holds a run with other options ({_difference(kept['job'], job)}): {ADVICE}")
-        self.details: dict[str, Any] = kept["details"]
-        """Of the run that began."""
+            stored = {"job": job, "details": details}
+            self._write_json(self.folder / JOB, stored)
+        if stored["job"] != job:
+            difference = _difference(stored["job"], job)
+            raise invalid(FIELD, f"{output} contains an unfinished run with other options ({difference}): {ADVICE}")
+        self.details: dict[str, Any] = stored["details"]
+        """Details of the first run."""
 
     def _open(self) -> IO[bytes]:
         try:
             self._output.mkdir(parents=True, exist_ok=True)
             if not self.folder.exists() and (other := next(self._output.iterdir(), None)):
-                raise invalid(FIELD, f"{self._output} holds {other.name} already: {ADVICE}")
+                raise invalid(FIELD, f"{self._output} is not empty (it contains {other.name}): {ADVICE}")
             self.folder.mkdir(exist_ok=True)
             lock = (self.folder / "lock").open("wb")
         except OSError as error:
-            raise invalid(FIELD, f"{self._output} cannot be written ({error.strerror}): name another folder") from error
+            raise invalid(FIELD, f"cannot write to {self._output} ({error.strerror}): use another folder") from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise invalid(FIELD, f"another process quantizes into {self._output}: wait for it") from error
+            raise invalid(FIELD, f"another process is quantizing to {self._output}: wait until it ends") from error
         return lock
 
     def layer(self, number: int) -> dict[str, Any] | None:
-        """What ``finish_layer`` was given; None where the layer is not done."""
+        """Return the result passed to ``finish_layer``; None if the layer is not finished."""
         return self._read(self._layer_path(number, ".json"))
 
-    def finish_layer(self, number: int, found: Mapping[str, Any]) -> None:
-        """Mark a layer as done; what only the layer before needed goes away."""
-        self._write_json(self._layer_path(number, ".json"), found)
+    def finish_layer(self, number: int, result: Mapping[str, Any]) -> None:
+        """Mark a layer as finished, and delete the hidden states before it."""
+        self._write_json(self._layer_path(number, ".json"), result)
         for path in self.folder.glob(f"hidden-{number - 1:05}-*"):
             path.unlink()
 
     def layer_tensors(self, number: int) -> Path:
-        """The file of a layer's tensors."""
+        """Path of a layer's tensors."""
         return self._layer_path(number, ".safetensors")
 
     def hidden_states(self, number: int, stream: str) -> Path:
-        """The file of hidden states behind a layer."""
+        """Path of the hidden states after a layer."""
         return self.folder / f"hidden-{number:05}-{stream}.bin"
 
     def write(self, path: Path, write: Callable[[Path], object]) -> None:
-        """Write a file, which then is there as a whole or not at all.
-
-        Args:
-            write: writes it, to the path that it is given.
-        """
-        unfinished = self.folder / "unfinished"
-        write(unfinished)
-        unfinished.chmod(0o644)  # safetensors' own are for the user alone
-        os.replace(unfinished, path)
+        """Write a file atomically: call ``write`` with a temporary path, then rename that to ``path``."""
+        temporary = self.folder / "unfinished"
+        write(temporary)
+        temporary.chmod(0o644)  # safetensors writes files that only the user can read
+        os.replace(temporary, path)
 
     def close(self) -> None:
-        """Remove the folder: the run is finished."""
+        """Delete the folder after a finished run."""
         self._lock.close()
         shutil.rmtree(self.folder)
 
@@ -103,7 +101,7 @@ class RunState:
         return self.folder / f"layer-{number:05}{suffix}"
 
     def _write_json(self, path: Path, value: Mapping[str, Any]) -> None:
-        self.write(path, lambda unfinished: unfinished.write_text(json.dumps(value), encoding="utf-8"))
+        self.write(path, lambda temporary: temporary.write_text(json.dumps(value), encoding="utf-8"))
 
     @staticmethod
     def _read(path: Path) -> dict[str, Any] | None:
@@ -114,13 +112,13 @@ class RunState:
         return result
 
 
-ADVICE = "name a folder that is empty or new, or delete it"
+ADVICE = "use an empty or new folder, or delete it"
 
 
 def finished_report(output: Path, job: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The report of a run that is finished; None where there is none.
+    """Return the report of a finished run; None if the output has no finished checkpoint.
 
-    Raises ``PenstockError`` (``invalid``) where it was of another job, or the folder holds another checkpoint.
+    Raises ``PenstockError`` (``invalid``) if the checkpoint is one of another job, or was not made by a run.
     """
     if not (output / CONFIG).exists():
         return None
@@ -128,7 +126,7 @@ def finished_report(output: Path, job: Mapping[str, Any]) -> dict[str, Any] | No
         report: dict[str, Any] = json.loads((output / REPORT).read_text(encoding="utf-8"))
         before = report["job"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise invalid(FIELD, f"{output} holds another checkpoint: {ADVICE}") from error
+        raise invalid(FIELD, f"{output} contains another checkpoint: {ADVICE}") from error
     if before != job:
         raise invalid(FIELD, f"{output} was made with other options ({_difference(before, job)}): {ADVICE}")
     shutil.rmtree(output / FOLDER, ignore_errors=True)
@@ -137,4 +135,4 @@ def finished_report(output: Path, job: Mapping[str, Any]) -> dict[str, Any] | No
 
 def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    return ", ".join(f"{name} {before.get(name)!r:.60} and not {now.get(name)!r:.60}" for name in names[:3])
+    return ", ".join(f"{name} is {before.get(name)!r:.60}, not {now.get(name)!r:.60}" for name in names[:3])

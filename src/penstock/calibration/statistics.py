@@ -1,4 +1,4 @@
-"""Statistics of the inputs of a matrix over the calibration samples."""
+"""Statistics of the inputs of matrices over the calibration samples."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from torch import Tensor
 from penstock.ops import Ops
 
 SAMPLED_TOKENS = 1024
-"""Tokens, evenly spread, whose inputs are kept for searches and for the error in the report."""
+"""Number of evenly spaced tokens whose inputs are kept for searches and for the errors in the report."""
 PANELS = 4
-"""Blocks of rows in which a Hessian is summed: the half above the diagonal is not computed."""
+"""Number of column blocks in which a Hessian is summed, so that little of its upper triangle is computed."""
 
 
 class InputStatistics:
-    """What was fed to matrices that share their input.
+    """Statistics of the input that some matrices share.
 
     Args:
-        tokens: that there will be in all.
-        with_hessian: whether to sum the outer products of the inputs, which costs as much as the layer itself.
+        tokens: total number of tokens that will be added.
+        with_hessian: sum the outer products of the inputs, which costs as much as the layer itself.
     """
 
     def __init__(self, ops: Ops, inputs: int, tokens: int, with_hessian: bool) -> None:
         self._ops = ops
         self.seen = 0
-        """Tokens so far."""
-        self._stride = tokens // SAMPLED_TOKENS | 1  # odd, so that all positions of a sample come by turns
+        """Number of tokens so far."""
+        self._stride = tokens // SAMPLED_TOKENS | 1  # odd, so that positions in a sample alternate
         self._sampled: list[Tensor] = []
         self._sum = torch.zeros(inputs)
         self.maximum = torch.zeros(inputs)
@@ -36,7 +36,7 @@ class InputStatistics:
         """``[in, in]`` float32: sum of the inputs' outer products, half the Hessian of the squared error."""
 
     def add(self, x: Tensor) -> None:
-        """Add inputs ``[tokens, in]``, none of an expert that no token has chosen."""
+        """Add inputs ``[tokens, in]``. An expert may have no tokens."""
         if not len(x):
             return
         magnitude = x.float().abs()
@@ -56,7 +56,7 @@ class InputStatistics:
             self.hessian[first:, first : first + step] += self._ops.linear(rows[first:], panel, out_float32=True)
 
     def finish(self) -> None:
-        """Call once all inputs have been added."""
+        """Complete the statistics after all inputs have been added."""
         self.samples = torch.cat(self._sampled) if self._sampled else torch.empty(0, len(self._sum))
         """``[sampled, in]``, in the model's dtype."""
         self.mean = self._sum / max(self.seen, 1)
@@ -66,7 +66,7 @@ class InputStatistics:
             self.hessian = self.hessian.tril() + self.hessian.tril(-1).T
 
     def divide(self, scales: Tensor) -> None:
-        """Account for inputs that are divided by ``[in]`` from now on."""
+        """Update the statistics to inputs divided by ``scales`` ``[in]``."""
         self.samples = (self.samples.float() / scales).to(self.samples.dtype)
         self.mean /= scales
         self.maximum /= scales
@@ -76,28 +76,26 @@ class InputStatistics:
 
 @dataclass
 class InputObserver:
-    """Makes statistics of what the matrices of a layer are fed with."""
+    """Collects statistics of the inputs of a layer's matrices. See ``InputStatistics`` for the first arguments."""
 
     ops: Ops
     tokens: int
-    """Number of tokens that there will be in all."""
     with_hessian: bool
-    """As of ``InputStatistics``."""
     statistics: dict[tuple[str, ...], InputStatistics] = field(default_factory=dict)
-    """By the names of the matrices that share an input, in the order of the computation."""
+    """Statistics by the names of the matrices that share an input, in the order of the computation."""
     _finished: bool = False
 
     def register(self, names: tuple[str, ...], inputs: int) -> None:
-        """Add matrices that share an input, while the layer is built."""
+        """Register matrices that share an input, while the layer is built."""
         self.statistics[names] = InputStatistics(self.ops, inputs, self.tokens, self.with_hessian)
 
     def observe(self, names: tuple[str, ...], x: Tensor) -> None:
-        """Add an input ``[tokens, in]`` of theirs, before they are multiplied with it."""
+        """Add an input ``[tokens, in]`` of registered matrices."""
         if not self._finished:
             self.statistics[names].add(x)
 
     def finish(self) -> None:
-        """Call once all samples have been computed; what comes then is not looked at."""
+        """Complete the statistics. Later inputs are ignored."""
         self._finished = True
         for statistics in self.statistics.values():
             statistics.finish()

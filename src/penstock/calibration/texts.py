@@ -1,4 +1,4 @@
-"""Calibration texts: records of a file, rendered and encoded to samples of equal length."""
+"""Calibration texts: records of files, rendered and encoded to samples of equal length."""
 
 from __future__ import annotations
 
@@ -20,36 +20,34 @@ from penstock.core.errors import invalid
 from penstock.text import Tokenizer, tokenizer_files
 
 BUILT_IN = Path(__file__).parent / "texts.jsonl.gz"
-"""Conversations in English and Chinese, which ``examples/demo_model/calibration.py`` has drawn from the demo model's
-corpus."""
+"""English and Chinese chats, sampled from the demo model's corpus by ``examples/demo_model/calibration.py``."""
 MANUAL = "pydoc_data.topics"
-"""Module with Python's reference manual, English prose that most installations of Python have. Half of the built-in
-texts are windows of it: chats alone are calibrated on too little vocabulary."""
+"""Module with Python's reference manual, English prose that most installations of Python include. Half of the built-in
+texts are windows of it, as the vocabulary of the chats alone is too small."""
 FIELDS = ("text", "messages", "prompt")
-"""Of a record, the first that it has is used: a text, a chat in OpenAI's form, or a text that a ``response`` or
-``completion`` may follow."""
+"""Fields of a record, of which the first present one is used: a text, a chat in OpenAI's format, or a prompt, followed
+by a ``response`` or ``completion`` if present."""
 ANSWERS = ("response", "completion")
 WINDOW_CHARACTERS = 8
-"""Plain text is cut into records of so many characters for each token of a sample, more than it has."""
-KINDS = (".json", ".jsonl", ".parquet", ".txt")
-"""Files that are read of a folder."""
+"""Characters per token of a sample in the records that plain text is cut into; tokens have fewer on average."""
+SUFFIXES = (".json", ".jsonl", ".parquet", ".txt")
+"""Suffixes of the files that are read from a folder."""
 FIELD = "--calib-dataset"
 
 
 def read_samples(dataset: str | Sequence[str], tokenizer: Tokenizer, count: int, tokens: int, seed: int) -> Tensor:
-    """Draw samples of a data set.
+    """Draw samples from a data set.
 
-    Records are shuffled, encoded one after the other, and joined until a sample is full; what is left of its last
-    record is dropped.
+    Records are shuffled, encoded, and concatenated until a sample is full; the rest of its last record is dropped.
 
     Args:
-        dataset: a file of JSON lines (``.jsonl``), of a JSON array (``.json``), Parquet (``.parquet``) or text, or a
-            folder of such files; or texts; empty is the built-in one.
-        tokens: of a sample.
+        dataset: a file of JSON lines (``.jsonl``), a JSON array (``.json``), Parquet (``.parquet``) or text; a folder
+            of such files; a sequence of texts; or empty for the built-in texts.
+        count: maximum number of samples.
+        tokens: number of tokens of a sample.
 
     Returns:
-        ``[samples, tokens]`` int64: as many samples as the data set has, ``count`` at most; of fewer tokens where all
-        of the data set are fewer.
+        ``[samples, tokens]`` int64; a data set with fewer tokens than a sample gives one shorter sample.
 
     Raises ``PenstockError`` (``invalid``) for a file that cannot be read.
     """
@@ -68,12 +66,12 @@ def read_samples(dataset: str | Sequence[str], tokenizer: Tokenizer, count: int,
         if len(samples) == count:
             break
     if not samples and len(sample) < 2:
-        raise invalid(FIELD, f"{dataset or 'the data set'} has no text")
+        raise invalid(FIELD, f"{dataset or 'the data set'} contains no text")
     return torch.tensor(samples or [sample])
 
 
 def texts_digest(dataset: str, model: Path) -> str:
-    """Identifies what samples are made of besides options: the files of a data set, and of a model's tokenizer.
+    """Return a digest of the files that determine the samples: those of the data set and of the model's tokenizer.
 
     Raises ``PenstockError`` (``invalid``) for a file that cannot be read.
     """
@@ -83,30 +81,29 @@ def texts_digest(dataset: str, model: Path) -> str:
             with path.open("rb") as file:
                 digest.update(file_digest(file, "sha256").digest())
         except OSError as error:
-            raise _unreadable(path, error) from error
+            raise _cannot_read(path, error) from error
     return digest.hexdigest()
 
 
 def split_samples(samples: Tensor, calib_size: int, eval_size: int) -> tuple[Tensor, Tensor]:
-    """Samples to calibrate on and others to measure on: an eighth of them, ``eval_size`` at most. A single sample is
-    used for both."""
+    """Split samples into those for calibration and those for evaluation (an eighth, at most ``eval_size``). A single
+    sample is used for both."""
     if len(samples) == 1:
         return samples, samples
-    measured = min(eval_size, max(1, len(samples) // 8))
-    return samples[measured : measured + calib_size], samples[:measured]
+    evaluated = min(eval_size, max(1, len(samples) // 8))
+    return samples[evaluated : evaluated + calib_size], samples[:evaluated]
 
 
 def _files(path: Path) -> list[Path]:
-    """The files of a data set."""
-    return sorted(each for each in path.iterdir() if each.suffix in KINDS) if path.is_dir() else [path]
+    return sorted(file for file in path.iterdir() if file.suffix in SUFFIXES) if path.is_dir() else [path]
 
 
-def _unreadable(path: Path, error: OSError) -> PenstockError:
-    return invalid(FIELD, f"{path} cannot be read ({error.strerror or error})")
+def _cannot_read(path: Path, error: OSError) -> PenstockError:
+    return invalid(FIELD, f"cannot read {path} ({error.strerror or error})")
 
 
 def _built_in(tokens: int, seed: int) -> list[Mapping[str, Any]]:
-    """Built-in samples: chats and Python's manual, about half each; chats alone if the manual is not installed."""
+    """Built-in records: chats and Python's manual, about half each; only chats if the manual is not installed."""
     chats = _read(BUILT_IN, tokens)
     manual = [window for topic in _manual() for window in _windows(topic, WINDOW_CHARACTERS * tokens)]
     if not manual:
@@ -120,7 +117,7 @@ def _built_in(tokens: int, seed: int) -> list[Mapping[str, Any]]:
 
 
 def _manual() -> list[str]:
-    """The topics of Python's manual; none where it is not installed."""
+    """The topics of Python's manual; empty if it is not installed."""
     try:
         return [*importlib.import_module(MANUAL).topics.values()]
     except ImportError:
@@ -136,12 +133,12 @@ def _read(path: Path, tokens: int) -> list[Mapping[str, Any]]:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         text = content.decode("utf-8")
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _cannot_read(path, error) from error
     except UnicodeDecodeError as error:
-        raise invalid(FIELD, f"{path} is not text in UTF-8 ({error.reason})") from error
+        raise invalid(FIELD, f"{path} is not UTF-8 text ({error.reason})") from error
     if path.suffix == ".json" and text.lstrip().startswith("["):
         return _parse_array(text, path)
-    if ".jsonl" in path.suffixes or path.suffix == ".json":  # strings may have other ends of lines within them
+    if ".jsonl" in path.suffixes or path.suffix == ".json":  # no splitlines(): strings may contain U+2028 and others
         return [_parse(line, path, number) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     return [{"text": window} for window in _windows(text, WINDOW_CHARACTERS * tokens)]
 
@@ -151,11 +148,11 @@ def _read_parquet(path: Path) -> list[Mapping[str, Any]]:
         from pyarrow import parquet
     except ModuleNotFoundError as error:
         raise PenstockError(
-            Code.UNSUPPORTED, f"{FIELD}: {path} needs pyarrow: pip install 'penstock-llm[parquet]'", FIELD
+            Code.UNSUPPORTED, f"{FIELD}: {path} requires pyarrow: pip install 'penstock-llm[parquet]'", FIELD
         ) from error
     try:
         rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
-    except Exception as error:  # pyarrow's own classes
+    except Exception as error:  # classes of pyarrow
         raise invalid(FIELD, f"{path} cannot be read as Parquet ({str(error).splitlines()[0]})") from error
     return [_checked(row, path, number) for number, row in enumerate(rows, 1)]
 
@@ -179,13 +176,13 @@ def _checked(record: Any, path: Path, number: int) -> Mapping[str, Any]:
         if isinstance(record.get("text"), str) or isinstance(record.get("prompt"), str):
             return record
         messages = record.get("messages")
-        if messages and isinstance(messages, Sequence) and all(isinstance(each, Mapping) for each in messages):
+        if messages and isinstance(messages, Sequence) and all(isinstance(message, Mapping) for message in messages):
             return record
-    raise invalid(FIELD, f"record {number} of {path} has none of {', '.join(FIELDS)}")
+    raise invalid(FIELD, f"record {number} of {path} has none of the fields {', '.join(FIELDS)}")
 
 
 def _windows(text: str, characters: int) -> Iterator[str]:
-    """A text in parts of so many characters at most, which end with a line where they have one."""
+    """Cut a text into parts of at most ``characters`` characters, at line ends where possible."""
     first = 0
     while first < len(text):
         end = first + characters
@@ -201,10 +198,10 @@ def _render(record: Mapping[str, Any], tokenizer: Tokenizer) -> str:
     if messages := record.get("messages"):
         if tokenizer.template_source is None:
             return "".join(f"{message.get('content')}\n" for message in messages)
-        given = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        messages = [{name: value for name, value in message.items() if value is not None} for message in messages]
         try:
-            return tokenizer.template.render(given, tools=record.get("tools"), add_generation_prompt=False)
+            return tokenizer.template.render(messages, tools=record.get("tools"), add_generation_prompt=False)
         except PenstockError as error:
-            raise invalid(FIELD, f"the chat template refuses a record ({error})") from error
+            raise invalid(FIELD, f"the chat template cannot render a record ({error})") from error
     answer = next((record[name] for name in ANSWERS if isinstance(record.get(name), str)), "")
     return f"{record['prompt']}{answer}"

@@ -1,7 +1,7 @@
-"""Threads for the searches of calibration: each computes another matrix, or another candidate.
+"""Thread pools for calibration: each thread computes a different matrix or candidate.
 
-PyTorch's own threads choose the order of sums, and wait for each other after every small operation. So each thread here
-computes alone, and results do not depend on how many there are.
+PyTorch's intra-op threads affect the order of sums, and synchronize after every small operation. Here each thread uses
+one intra-op thread, so that results do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ R = TypeVar("R")
 
 
 def map_in_threads(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
-    """``function`` of each item, in their order; no more results are held at a time than there are threads."""
+    """Yield ``function`` of each item, in order. At most ``threads`` results are held at a time."""
     remaining = iter(items)
     with ThreadPoolExecutor(threads, initializer=partial(torch.set_num_threads, 1)) as pool:
-        while part := list(islice(remaining, threads)):
-            yield from pool.map(torch.inference_mode()(function), part)
+        while chunk := list(islice(remaining, threads)):
+            yield from pool.map(torch.inference_mode()(function), chunk)
 
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Give PyTorch's operations so many threads meanwhile."""
+    """Set the number of PyTorch's intra-op threads within the context."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -1,4 +1,4 @@
-"""Writes quantized checkpoints as other systems read them: AWQ, GPTQ, and compressed-tensors."""
+"""Writing of quantized checkpoints in the formats AWQ, GPTQ, and compressed-tensors."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from .options import FileFormat, QuantizeOptions
 from .state import CONFIG, RunState
 
 SHARD_BYTES = 2**31
-"""A shard is closed before it would have more."""
+"""Maximum size of a shard in bytes."""
 COPIED = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
-"""Files that are copied: of the tokenizer, and defaults of sampling."""
+"""Patterns of copied files: tokenizer, chat templates, sampling defaults."""
 NOT_COPIED = (
     CONFIG,
     "*.index.json",
@@ -46,20 +46,20 @@ NOT_COPIED = (
     "figures.json",
 )
 HEADS = ("embed_tokens", "lm_head")
-"""Matrices of the vocabulary, by the end of their names."""
+"""Suffixes of the names of embedding and language model head."""
 
 
 def read_tensors(checkpoint: Checkpoint, prefix: str = "") -> dict[str, Tensor]:
-    """The tensors whose names begin with ``prefix``, as they are stored."""
+    """Read the tensors whose names begin with ``prefix``, in their stored dtypes."""
     names = sorted(name for name in checkpoint.names if name.startswith(prefix))
     return {name: checkpoint.read(name, *checkpoint.shape(name), as_stored=True) for name in names}
 
 
 def encode_layer(layer: QuantizedLayer, stored: Mapping[str, Tensor], file_format: FileFormat) -> dict[str, Tensor]:
-    """The tensors of a layer's file.
+    """Return the tensors of a quantized layer by full name.
 
     Args:
-        stored: the layer's tensors in the checkpoint.
+        stored: the layer's tensors in the original checkpoint.
     """
     tensors = {name: layer.changed.get(name, tensor) for name, tensor in stored.items()}
     for name, weight in layer.quantized.items():
@@ -69,7 +69,7 @@ def encode_layer(layer: QuantizedLayer, stored: Mapping[str, Tensor], file_forma
 
 
 def encode(weight: QuantizedWeight, file_format: FileFormat) -> dict[str, Tensor]:
-    """The tensors of a matrix by the ends of their names."""
+    """Return the tensors of a quantized matrix by the last part of their names, such as "qweight"."""
     match file_format:
         case "awq":
             return _encode_awq(weight)
@@ -105,7 +105,7 @@ def _encode_gptq(weight: QuantizedWeight) -> dict[str, Tensor]:
 
 
 def _encode_compressed(weight: QuantizedWeight) -> dict[str, Tensor]:
-    scales = weight.scales * weight.format.rotation_block(weight.values.shape[1]) ** 0.5  # of normalized rotations
+    scales = weight.scales * weight.format.rotation_block(weight.values.shape[1]) ** 0.5  # for normalized rotations
     scales = scales.half() if weight.format.bits == 4 and fits_half(scales) else scales
     if not _is_packed(weight.format):
         return {"weight": weight.values, "weight_scale": scales}
@@ -117,30 +117,29 @@ def _encode_compressed(weight: QuantizedWeight) -> dict[str, Tensor]:
 
 
 def _is_packed(format: Format) -> bool:
-    """Whether compressed-tensors packs the integers into words: those of 4 bits, and where activations are not
-    quantized."""
+    """True if compressed-tensors packs the integers into int32: with 4 bits, or unquantized activations."""
     return format.bits == 4 or not format.activation_bits
 
 
 @dataclass
 class CheckpointWriter:
-    """Puts the layers' files and all else of the original checkpoint together."""
+    """Assembles the quantized checkpoint from the layers' files and the rest of the original checkpoint."""
 
     model: Path
     """Folder of the original checkpoint."""
     output: Path
-    """Folder of the quantized one."""
+    """Folder of the quantized checkpoint."""
     config: ModelConfig
     checkpoint: Checkpoint
     options: QuantizeOptions
     state: RunState
     _unquantized: list[str] = field(default_factory=list)
-    """Names of matrices that are not quantized, but for embedding and head."""
+    """Names of unquantized matrices except embedding and head."""
     _sensitive: list[str] = field(default_factory=list)
-    """Names of quantized matrices that have the scheme's format of sensitive ones."""
+    """Names of quantized matrices with the scheme's format for sensitive matrices."""
 
     def write_weights(self, progress: bool = True) -> dict[str, int]:
-        """Write the shards, and copy the files beside them. Returns bytes of the tensors before and after."""
+        """Write the shards, and copy the other files. Returns the size of the tensors in bytes, before and after."""
         sizes = {name: tensor.nbytes for name, tensor in self._tensors()}
         shards, total, remaining = plan_shards(sizes, SHARD_BYTES), sum(sizes.values()), self._tensors()
         with Progress("written", total, "B", print_line("quantize"), shown=progress) as bar:
@@ -158,24 +157,25 @@ class CheckpointWriter:
         return {"bytes_original": original, "bytes_quantized": total}
 
     def write_config(self) -> None:
-        """Write ``config.json``, with which the checkpoint is complete."""
-        raw = {name: each for name, each in read_plain_config_json(self.model).items() if name != "quantization_config"}
-        self._write_json(CONFIG, {**raw, "quantization_config": self._quantization_config()})
+        """Write ``config.json``, the last file of the checkpoint."""
+        config = read_plain_config_json(self.model)
+        self._write_json(CONFIG, {**config, "quantization_config": self._quantization_config()})
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All tensors, those of the layers last."""
+        """Yield all tensors, those of the layers last."""
         self._unquantized, self._sensitive = [], []
         layers = self.config.num_layers
-        own = tuple(f"model.layers.{number}." for number in range(layers))
-        for name in sorted(name for name in self.checkpoint.names if not name.startswith(own)):
+        prefixes = tuple(f"model.layers.{number}." for number in range(layers))
+        for name in sorted(name for name in self.checkpoint.names if not name.startswith(prefixes)):
             tensor = self.checkpoint.read(name, *self.checkpoint.shape(name), as_stored=True)
-            yield name, self._noted(name, tensor)
+            yield name, self._classify(name, tensor)
         for number in range(layers):
             with safe_open(self.state.layer_tensors(number), framework="pt") as file:
                 for name in sorted(file.keys()):
-                    yield name, self._noted(name, file.get_tensor(name))
+                    yield name, self._classify(name, file.get_tensor(name))
 
-    def _noted(self, name: str, tensor: Tensor) -> Tensor:
+    def _classify(self, name: str, tensor: Tensor) -> Tensor:
+        """Record an unquantized or sensitive matrix for ``config.json``. Returns the tensor."""
         matrix = name.removesuffix(".weight")
         is_plain = tensor.dtype in (torch.float16, torch.bfloat16, torch.float32)
         if matrix != name and tensor.dim() == 2 and is_plain and not matrix.endswith(HEADS):
@@ -187,11 +187,11 @@ class CheckpointWriter:
 
     def _copy_files(self) -> None:
         for path in sorted((*self.model.iterdir(), *self.model.glob("additional_chat_templates/*.jinja"))):
-            is_wanted = any(fnmatch(path.name, pattern) for pattern in COPIED)
-            if path.is_file() and is_wanted and not any(fnmatch(path.name, pattern) for pattern in NOT_COPIED):
-                place = self.output / path.relative_to(self.model)
-                place.parent.mkdir(exist_ok=True)
-                self.state.write(place, partial(shutil.copyfile, path))
+            is_copied = any(fnmatch(path.name, pattern) for pattern in COPIED)
+            if path.is_file() and is_copied and not any(fnmatch(path.name, pattern) for pattern in NOT_COPIED):
+                target = self.output / path.relative_to(self.model)
+                target.parent.mkdir(exist_ok=True)
+                self.state.write(target, partial(shutil.copyfile, path))
         for name, content in module_files(self.model).items():
             (self.output / name).parent.mkdir(parents=True, exist_ok=True)
             self.state.write(self.output / name, partial(Path.write_bytes, data=content))
@@ -227,19 +227,19 @@ class CheckpointWriter:
                     "damp_percent": DAMPING,
                     "lm_head": False,
                 }
-                left_out: dict[str, dict[str, Any]] = {
+                excluded: dict[str, dict[str, Any]] = {
                     f"-:^{name.replace('.', chr(92) + '.')}$": {} for name in self._unquantized
                 }
-                return {**config, "dynamic": left_out} if left_out else config
+                return {**config, "dynamic": excluded} if excluded else config
             case _:
                 return _compressed_config(options.scheme, self._sensitive, ignored)
 
 
 def _compressed_config(scheme: Scheme, sensitive: list[str], ignored: list[str]) -> dict[str, Any]:
-    """``quantization_config`` of a compressed-tensors checkpoint.
+    """Return the ``quantization_config`` of a compressed-tensors checkpoint.
 
     Args:
-        sensitive: names of the matrices in the scheme's format of sensitive ones.
+        sensitive: names of the matrices with the scheme's format for sensitive matrices.
         ignored: names of matrices that are not quantized.
     """
     groups = [_config_group(scheme.layers, ["Linear"])]
@@ -259,7 +259,7 @@ def _compressed_config(scheme: Scheme, sensitive: list[str], ignored: list[str])
 
 
 def _config_group(format: Format, targets: list[str]) -> dict[str, Any]:
-    """A config group: format and target modules, by name or class."""
+    """Return a config group with a format and its target modules, by name or class."""
     kind = "float" if format.floating else "int"
     weights = _arguments(format.bits, kind, "group" if format.group_size else "channel", False)
     if format.group_size:
@@ -274,7 +274,7 @@ def _config_group(format: Format, targets: list[str]) -> dict[str, Any]:
 
 
 def _transform_config(block: int, ignored: list[str]) -> dict[str, Any]:
-    """Hadamard rotation of inputs, and of weights, which are stored rotated."""
+    """Return the ``transform_config`` of rotated inputs, and of weights, which are stored rotated."""
     apply = [
         {"targets": ["Linear"], "location": location, "inverse": inverse, "ignore": ignored}
         for location, inverse in (("input", False), ("weight_input", True))
@@ -287,12 +287,12 @@ def _arguments(bits: int, kind: str, strategy: str, dynamic: bool) -> dict[str, 
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors that safetensors takes: contiguous, and none in the memory of another, as tied ones of PyTorch's files
-    are."""
+    """Make tensors contiguous and without shared memory, as safetensors requires. Tied tensors of PyTorch files share
+    memory."""
     result: dict[str, Tensor] = {}
-    taken: set[int] = set()
+    seen: set[int] = set()
     for name, tensor in tensors.items():
-        place = tensor.untyped_storage().data_ptr()
-        result[name] = tensor.clone(memory_format=torch.contiguous_format) if place in taken else tensor.contiguous()
-        taken.add(place)
+        address = tensor.untyped_storage().data_ptr()
+        result[name] = tensor.clone(memory_format=torch.contiguous_format) if address in seen else tensor.contiguous()
+        seen.add(address)
     return result

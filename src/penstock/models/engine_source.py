@@ -117,7 +117,7 @@ class _UnpackContext(BuildContext):
         matrix = super().matrix(names, inputs, shards, format, bias)
         if isinstance(matrix, StackedMatrix):
             ends = [0, *accumulate(shard.size for shard in shards)]
-            for part, (first, end) in zip(matrix.parts, matrix.places, strict=True):
+            for part, (first, end) in zip(matrix.parts, matrix.output_ranges, strict=True):
                 merged = slice(ends.index(first), ends.index(end))
                 self._unpack(part, names[merged], inputs, shards[merged])
         else:

@@ -1,4 +1,4 @@
-"""Ops: what each kernel computes (``reference``), and the backends that compute it."""
+"""Ops (kernels) and their backends. ``reference`` defines each op in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ logger = logging.getLogger(__name__)
 
 
 class Ops(Protocol):
-    """A backend: a module with these functions, its own or imported. This is the only list of them; mypy checks each
-    backend against it in ``backend``. ``reference`` documents them, with shapes and dtypes."""
+    """A backend: a module that defines or imports these functions. mypy checks the backends against this protocol in
+    ``backend``. ``reference`` documents the functions, with shapes and dtypes."""
 
     NAME: str
     BATCH_INVARIANT: bool
-    """Whether a row's bits do not depend on the rest of the batch."""
+    """True if the bits of a row do not depend on the rest of the batch."""
     ASYNCHRONOUS: bool
-    """Whether ops return before their results are there, as on a GPU. A step may then be submitted while the one before
-    it runs, whose sampled tokens it refers to (``Batch.token_ids``)."""
+    """True if ops return before their results are computed, as on a GPU. A step may then be submitted while the
+    previous one runs, and refer to the tokens that it samples (``Batch.token_ids``)."""
     LAYOUT: str
-    """Version of ``packed_tensors``."""
+    """Version of the layout of ``packed_tensors``."""
 
     def fingerprint(self) -> str: ...
     def set_threads(self, count: int) -> None: ...
@@ -166,12 +166,13 @@ class Ops(Protocol):
 def backend(
     device: torch.device, name: Literal["auto", "reference", "cpu", "cuda"] = "auto", batch_invariant: bool = True
 ) -> Ops:
-    """The fastest backend for a device, or the one of that name.
+    """Return the fastest backend for a device ("auto"), or the named one.
 
     Args:
-        batch_invariant: False allows the CUDA backend of this process what is faster and not batch-invariant.
+        batch_invariant: False allows the CUDA backend of this process to use faster kernels that are not
+            batch-invariant.
 
-    Raises ``PenstockError`` (``unsupported``) where that one cannot run here.
+    Raises ``PenstockError`` (``unsupported``) if the backend cannot run here.
     """
     if name == "reference":
         return reference
@@ -184,15 +185,15 @@ def backend(
     except ImportError as error:
         if name == "cpu" or os.environ.get("PENSTOCK_ISA"):
             raise PenstockError(Code.UNSUPPORTED, f"the CPU kernels cannot be used ({error})", "ops") from error
-        why = (
-            "are not in this installation (it was made without a C++ compiler, or with PENSTOCK_SETS=none)"
+        reason = (
+            "are missing in this installation (built without a C++ compiler, or with PENSTOCK_SETS=none)"
             if isinstance(error, ModuleNotFoundError)
             else f"cannot be loaded ({error})"
         )
         logger.warning(
-            "The CPU kernels %s, so plain PyTorch computes: slowly, and not batch-invariant. "
-            "Install a compiler (apt install g++), then penstock again, with pip's --no-cache-dir.",
-            why,
+            "The CPU kernels %s. Falling back to plain PyTorch, which is slow and not batch-invariant. "
+            "Install a compiler (apt install g++), then reinstall penstock with pip's --no-cache-dir.",
+            reason,
         )
         return reference
     return cpu
@@ -206,11 +207,11 @@ def _cuda(device: torch.device, name: str, batch_invariant: bool) -> Ops:
             raise
         if name == "cuda":
             raise PenstockError(
-                Code.UNSUPPORTED, "the CUDA kernels need Triton: install penstock-llm[cuda]", "ops"
+                Code.UNSUPPORTED, "the CUDA kernels require Triton: install penstock-llm[cuda]", "ops"
             ) from error
         logger.warning(
-            "Triton is not installed, so plain PyTorch computes on %s: slowly, and not batch-invariant. Install "
-            "penstock-llm[cuda].",
+            "Triton is not installed. Falling back to plain PyTorch on %s, which is slow and not batch-invariant. "
+            "Install penstock-llm[cuda].",
             device,
         )
         return reference

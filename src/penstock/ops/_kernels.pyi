@@ -1,19 +1,20 @@
-"""The compiled CPU kernels (``csrc/module.cc``). Arguments ``x``, ``out`` and so on are addresses."""
+"""The compiled CPU kernels (``csrc/module.cc``). Integer arguments such as ``x`` and ``out`` are addresses."""
 
 PANEL: int
 MAX_HEAD: int
 MAX_LATENT: int
-"""Largest value of a latent cache, and key."""
+"""Largest value size of a latent cache."""
 MAX_LATENT_KEY: int
+"""Largest key size of a latent cache."""
 MAX_BLOCK: int
 BUILT: list[str]
 """Instruction sets of this build, from the slowest to the fastest."""
 MACHINE: list[str]
-"""Those that this machine runs."""
+"""Instruction sets that this machine supports, from the slowest to the fastest."""
 SOURCES: str
-"""A hash of what was compiled (CMakeLists.txt)."""
+"""Hash of the compiled sources (CMakeLists.txt)."""
 VERSION: str
-"""Of the package that this was built for."""
+"""Version of the package that the kernels were built for."""
 
 def available() -> list[str]: ...
 def current() -> str: ...
@@ -55,22 +56,23 @@ class Experts:
     def add(self, matrix: Matrix, /) -> None: ...
 
 class Sketch:
-    def __init__(self, whole: Matrix, rounded: Matrix, off: int, lengths: int, /) -> None: ...
+    def __init__(self, matrix: Matrix, quantized: Matrix, error_norms: int, norms: int, /) -> None: ...
 
 class LinkLostError(ConnectionError):
-    """The connection to a rank of another node."""
+    """The connection to a rank of another node was lost."""
 
 class Group:
     RANK_BYTES: int
-    """Of shared memory, for each rank."""
+    """Bytes of shared memory per rank."""
     STEP_BITS: int
-    """Lowest bits of a rank's place, which count the barriers of a step; the number of the step follows."""
+    """Number of low bits of a rank's progress, which count the barriers of a step; the higher bits are the step number.
+    """
     def __init__(self, memory: int, rank: int, size: int, spins: int, seconds: float, /) -> None: ...
     def connect(self, socket: int, rank: int, sends: bool, receives: bool, capacity: int, /) -> None: ...
     def begin(self, step: int, /) -> None: ...
     def end(self, step: int, failed: bool, /) -> int: ...
 
-class Tape:
+class Graph:
     def __init__(self) -> None: ...
     def record(self) -> None: ...
     def stop(self) -> None: ...
@@ -81,7 +83,7 @@ def dot_rate(integers: bool, steps: int, /) -> float: ...
 def linear(
     x: int, x_scales: int, x_sums: int, matrix: Matrix, out: int, out_stride: int, rows: int, out_type: int, /
 ) -> None: ...
-def gated(
+def linear_activation_and_mul(
     x: int,
     x_scales: int,
     x_sums: int,
@@ -93,22 +95,31 @@ def gated(
     activation: int,
     /,
 ) -> None: ...
-def add_low_rank(x: int, out: int, adapters: Adapters, slots: int, rows: int, out_stride: int, /) -> None: ...
-def likeliest(
-    x: int, x_scales: int, x_sums: int, matrix: Matrix, allowed: int, out: int, most: int, rows: int, /
+def add_lora(x: int, out: int, adapters: Adapters, slots: int, rows: int, out_stride: int, /) -> None: ...
+def argmax(
+    x: int, x_scales: int, x_sums: int, matrix: Matrix, bitmask: int, out: int, max_values: int, rows: int, /
 ) -> None: ...
 def sketch(sketch: Sketch, /) -> None: ...
-def likeliest_by_sketch(
-    x: int, rounded: int, x_scales: int, x_sums: int, sketch: Sketch, allowed: int, out: int, most: int, rows: int, /
+def argmax_by_sketch(
+    x: int,
+    quantized: int,
+    x_scales: int,
+    x_sums: int,
+    sketch: Sketch,
+    bitmask: int,
+    out: int,
+    max_values: int,
+    rows: int,
+    /,
 ) -> bool: ...
-def expert_products(
+def experts_linear(
     x: int,
     x_scales: int,
     x_sums: int,
     experts: Experts,
     ids: int,
     top_k: int,
-    choices_per_row: int,
+    assignments_per_row: int,
     out: int,
     out_stride: int,
     rows: int,
@@ -117,7 +128,7 @@ def expert_products(
     /,
 ) -> None: ...
 
-gated_expert_products = expert_products
+experts_activation_and_mul = experts_linear
 
 def route(
     logits: int,
@@ -130,9 +141,9 @@ def route(
     groups: int,
     top_groups: int,
     scale: float,
-    least_sum: float,
+    min_sum: float,
     sigmoid: bool,
-    best_two: bool,
+    sum_top2: bool,
     renormalize: bool,
     /,
 ) -> None: ...
@@ -169,7 +180,7 @@ def quantize(
 def rotate(x: int, out: int, rows: int, each: int, inputs: int, rotation: int, type: int, /) -> None: ...
 def sum_groups(x: int, sums: int, rows: int, each: int, inputs: int, group: int, type: int, /) -> None: ...
 def permute(x: int, matrix: Matrix, out: int, rows: int, type: int, /) -> None: ...
-def gather(ids: int, matrix: Matrix, out: int, first: int, rows: int, /) -> None: ...
+def embedding(ids: int, matrix: Matrix, out: int, first: int, rows: int, /) -> None: ...
 def pack(weight: int, matrix: Matrix, first: int, rows: int, /) -> None: ...
 def pack_integers(values: int, matrix: Matrix, first: int, rows: int, /) -> None: ...
 def norm(
@@ -203,7 +214,7 @@ def rope(
     type: int,
     /,
 ) -> None: ...
-def take(x: int, rows: int, out: int, count: int, row_bytes: int, /) -> None: ...
+def index_select(x: int, rows: int, out: int, count: int, row_bytes: int, /) -> None: ...
 def copy(x: int, out: int, rows: int, row_bytes: int, /) -> None: ...
 def activate(
     x: int,
@@ -234,7 +245,7 @@ def store(
     stride_k: int,
     stride_v: int,
     type: int,
-    rounded: bool,
+    quantized: bool,
     /,
 ) -> None: ...
 def attention(
@@ -254,7 +265,7 @@ def attention(
     out_stride: int,
     scale: float,
     type: int,
-    rounded: bool,
+    quantized: bool,
     cap: float,
     sinks: int,
     latent: int,
@@ -283,12 +294,12 @@ def latent_store(
     latent_stride: int,
     out_stride: int,
     out_head: int,
-    pairs: bool,
+    interleaved: bool,
     type: int,
-    rounded: bool,
+    quantized: bool,
     /,
 ) -> None: ...
-def by_head(
+def linear_by_head(
     x: int,
     matrix: Matrix,
     out: int,
@@ -316,7 +327,7 @@ def export_kv(
     slot_bytes: int,
     offset: int,
     type: int,
-    rounded: bool,
+    quantized: bool,
     latent: bool,
     progress: int,
     /,
@@ -325,7 +336,7 @@ def export_kv(
 import_kv = export_kv
 
 def barrier(group: Group, /) -> None: ...
-def gather_part(group: Group, part: int, row_bytes: int, stride: int, rows: int, each: int, /) -> None: ...
+def gather_part(group: Group, data: int, row_bytes: int, stride: int, rows: int, each: int, /) -> None: ...
 def gather_rows(
-    group: Group, all_rows: int, row_bytes: int, ids: int, rows: int, each: int, first: int, end: int, /
+    group: Group, data: int, row_bytes: int, ids: int, rows: int, each: int, first: int, end: int, /
 ) -> None: ...

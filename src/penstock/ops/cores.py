@@ -1,4 +1,4 @@
-"""The cores that this process may use, and how ranks share them."""
+"""CPU cores that this process may use, and their assignment to ranks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from penstock.core.errors import invalid
 
 FIELD = "cpu_binding"
 QUOTAS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
-"""CPU quota and its period, in the second and the first version of control groups."""
+"""Files of the CPU quota and its period in cgroups v2 and v1."""
 
 
 def usable_cores(control_group: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores that this process may use: its CPU affinity, or the CPU quota of its container where that is lower."""
+    """Number of cores that this process may use: the lower of its CPU affinity and the CPU quota of its container."""
     cores = len(os.sched_getaffinity(0))
     for files in QUOTAS:
         try:
@@ -26,13 +26,14 @@ def usable_cores(control_group: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def cores_of_rank(binding: str, rank: int, size: int) -> set[int]:
-    """The cores that one of so many ranks on this host is bound to; empty where it is bound to none.
+    """Return the cores that a rank on this host is bound to; empty: not bound.
 
     Args:
-        binding: the option ``cpu_binding``. ``auto`` shares out the usable cores evenly, those of a NUMA node together,
-            where there is one for each rank at least; ``none`` binds nothing; else a list of cores for each rank.
+        binding: the option ``cpu_binding``. ``auto`` divides the usable cores evenly and keeps those of a NUMA node
+            together, if there is at least one per rank; ``none`` does not bind; otherwise a list of cores per rank.
+        size: number of ranks on this host.
 
-    Raises ``PenstockError`` (``invalid``) for a binding that cannot be read, or is not for so many ranks.
+    Raises ``PenstockError`` (``invalid``) for a malformed binding, or one for another number of ranks.
     """
     if binding == "none":
         return set()
@@ -44,13 +45,12 @@ def cores_of_rank(binding: str, rank: int, size: int) -> set[int]:
         return set(cores[first:end])
     lists = [binding] if size == 1 else binding.split("|" if "|" in binding else ",")
     if len(lists) != size:
-        raise invalid(FIELD, f"{binding!r} has cores for {len(lists)} ranks, and there are {size}", size)
+        raise invalid(FIELD, f"{binding!r} has cores for {len(lists)} ranks, but there are {size}", size)
     return set.union(*(_range(text) for text in lists[rank].split(",")))
 
 
 def check_cores(cores: set[int]) -> None:
-    """Raises ``PenstockError`` (``invalid``) where the machine does not have some of the cores, or this process may not
-    use them."""
+    """Raise ``PenstockError`` (``invalid``) for cores that do not exist or that this process may not use."""
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, cores or before)
@@ -60,8 +60,8 @@ def check_cores(cores: set[int]) -> None:
     finally:
         os.sched_setaffinity(0, before)
     if missing:
-        words = f"names cores that this process cannot use: {_describe(missing)} (it can use {_describe(before)})"
-        raise invalid(FIELD, words)
+        message = f"this process cannot use the cores {_describe(missing)} (it can use {_describe(before)})"
+        raise invalid(FIELD, message)
 
 
 def bind_replica(binding: str, replica: int, replicas: int, ranks: int) -> str:
@@ -69,19 +69,19 @@ def bind_replica(binding: str, replica: int, replicas: int, ranks: int) -> str:
 
     Args:
         binding: the option ``cpu_binding``, for the ranks of all replicas.
-        ranks: number of ranks of each replica.
+        ranks: number of ranks per replica.
 
     Returns:
-        ``cpu_binding`` for the replica's own ranks, within its share.
+        ``cpu_binding`` for the ranks of this replica, within its share.
 
-    Raises ``PenstockError`` as ``cores_of_rank`` and ``check_cores``.
+    Raises ``PenstockError`` like ``cores_of_rank`` and ``check_cores``.
     """
     if binding in ("auto", "none"):
         cores = cores_of_rank(binding, replica, replicas)
     else:
-        own = range(replica * ranks, (replica + 1) * ranks)
-        each = [cores_of_rank(binding, rank, replicas * ranks) for rank in own]
-        cores, binding = set.union(*each), "|".join(map(_describe, each)) if ranks > 1 else "none"
+        numbers = range(replica * ranks, (replica + 1) * ranks)
+        by_rank = [cores_of_rank(binding, number, replicas * ranks) for number in numbers]
+        cores, binding = set.union(*by_rank), "|".join(map(_describe, by_rank)) if ranks > 1 else "none"
     if cores:
         check_cores(cores)
         os.sched_setaffinity(0, cores)
@@ -89,14 +89,14 @@ def bind_replica(binding: str, replica: int, replicas: int, ranks: int) -> str:
 
 
 def describe_placement(binding: str, size: int) -> str:
-    """The cores of each of so many ranks, as ``cpu_binding`` may be written: ``0-15|16-31``; "not bound"
-    where they are bound to none. Raises as ``cores_of_rank``."""
+    """Return the cores of each rank in the syntax of ``cpu_binding``, such as ``0-15|16-31``; "not bound" if ranks are
+    not bound. Raises like ``cores_of_rank``."""
     shares = [cores_of_rank(binding, rank, size) for rank in range(size)]
     return "|".join(map(_describe, shares)) if all(shares) else "not bound"
 
 
 def describe_nodes() -> str:
-    """The usable cores of each NUMA node: ``0: 0-15, 1: 16-31``."""
+    """Return the usable cores of each NUMA node, such as ``0: 0-15, 1: 16-31``."""
     nodes: dict[int, set[int]] = {}
     for core in os.sched_getaffinity(0):
         nodes.setdefault(_node_of(core), set()).add(core)
@@ -104,13 +104,13 @@ def describe_nodes() -> str:
 
 
 def _describe(cores: set[int]) -> str:
-    """``{0, 1, 2, 5}`` as ``0-2,5``."""
-    texts, left = [], sorted(cores)
-    while left:
-        count = next((i for i, core in enumerate(left) if core != left[0] + i), len(left))
-        texts.append(f"{left[0]}-{left[count - 1]}" if count > 1 else str(left[0]))
-        left = left[count:]
-    return ",".join(texts)
+    """Format ``{0, 1, 2, 5}`` as ``0-2,5``."""
+    ranges, rest = [], sorted(cores)
+    while rest:
+        count = next((i for i, core in enumerate(rest) if core != rest[0] + i), len(rest))
+        ranges.append(f"{rest[0]}-{rest[count - 1]}" if count > 1 else str(rest[0]))
+        rest = rest[count:]
+    return ",".join(ranges)
 
 
 def _range(text: str) -> set[int]:
@@ -120,13 +120,11 @@ def _range(text: str) -> set[int]:
     except ValueError:
         cores = set()
     if not cores:
-        raise invalid(
-            FIELD, f"{text!r} is neither a core nor a range of them: write 0-15,16-31, or 0-7,16-23|8-15,24-31"
-        )
+        raise invalid(FIELD, f"{text!r} is not a core or a range: write 0-15,16-31, or 0-7,16-23|8-15,24-31")
     return cores
 
 
 def _node_of(core: int) -> int:
-    """The NUMA node of a core; 0 where the system does not tell."""
+    """NUMA node of a core; 0 if unknown."""
     nodes = Path(f"/sys/devices/system/cpu/cpu{core}").glob("node[0-9]*")
     return min((int(node.name.removeprefix("node")) for node in nodes), default=0)

@@ -1,4 +1,4 @@
-"""Mixture of experts (Shazeer et al., 2017): how a router's logits choose experts, and how their outputs are added."""
+"""Mixture of experts (Shazeer et al., 2017): selection of experts, and combination of their outputs."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from penstock.checkpoint.experts_config import Routing
 
 
 def select_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The experts of each token, those with the best scores, and their weights: ``[tokens, top_k]`` int64 and float32,
-    best first, and the lowest of equal ones.
+    """Select the ``top_k`` experts of each token. Ties go to the lower expert id.
 
     Args:
         logits: ``[tokens, experts]`` float32.
-        bias: ``[experts]`` float32, added to the scores for the choice of groups and experts, but not for the weights.
+        bias: ``[experts]`` float32, added to the scores to select groups and experts, but not in the weights.
+
+    Returns:
+        Expert ids ``[tokens, top_k]`` int64, best first, and their weights ``[tokens, top_k]`` float32.
     """
     scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
-    choice = scores if bias is None else scores + bias
+    biased = scores if bias is None else scores + bias
     if routing.top_groups < routing.groups:
-        grouped = choice.unflatten(-1, (routing.groups, -1))
+        grouped = biased.unflatten(-1, (routing.groups, -1))
         best = grouped.topk(1 if routing.group_score == "max" else 2).values.sum(-1)
         kept = torch.zeros_like(best).scatter_(-1, best.topk(routing.top_groups).indices, 1).bool()
-        choice = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
-    ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
+        biased = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
+    ids = biased.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
     weights = scores.gather(-1, ids)
     if routing.renormalize:
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=routing.min_sum)
@@ -32,12 +34,12 @@ def select_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None)
 
 
 def count_experts(ids: Tensor, counts: Tensor, num_tokens: Tensor | None = None) -> None:
-    """Count how many tokens chose each expert.
+    """Add the number of tokens of each expert to ``counts``.
 
     Args:
-        ids: ``[tokens, top_k]`` int64, as of ``select_experts``.
-        counts: ``[experts]`` int64, which are raised.
-        num_tokens: ``[1]`` int32: tokens to count, from the first one on; None is all.
+        ids: ``[tokens, top_k]`` int64, from ``select_experts``.
+        counts: ``[experts]`` int64, updated in place.
+        num_tokens: ``[1]`` int32: number of leading tokens to count; None: all.
     """
     one = torch.ones_like(ids)
     if num_tokens is not None:
@@ -46,29 +48,30 @@ def count_experts(ids: Tensor, counts: Tensor, num_tokens: Tensor | None = None)
 
 
 def place_experts(ids: Tensor, places: Tensor) -> Tensor:
-    """The place of each token's experts, among those of all ranks: ``[tokens, top_k]`` int64. The replicas of an expert
-    take turns by the tokens' numbers in the batch.
+    """Map logical to physical expert ids, ``[tokens, top_k]`` int64. Consecutive tokens use different replicas of an
+    expert.
 
     Args:
-        ids: ``[tokens, top_k]`` int64, as of ``select_experts``.
-        places: ``[experts, 1 + most replicas]`` int64: the number of an expert's replicas, and their places.
+        ids: logical expert ids, ``[tokens, top_k]`` int64, from ``select_experts``.
+        places: ``[experts, 1 + max replicas]`` int64: number of replicas of each expert, then their physical ids,
+            counted over all ranks.
     """
-    own = places[ids]
-    turns = torch.arange(len(ids), device=ids.device)[:, None] % own[..., 0]
-    return own.gather(-1, 1 + turns[..., None])[..., 0]
+    candidates = places[ids]
+    replica = torch.arange(len(ids), device=ids.device)[:, None] % candidates[..., 0]
+    return candidates.gather(-1, 1 + replica[..., None])[..., 0]
 
 
 def combine_experts(
     x: Tensor, weights: Tensor, shared: Tensor | None = None, gate: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Weighted sum of the outputs of each token's experts, in the order of ``select_experts``: ``[tokens, size]``.
+    """Return the weighted sum of the outputs of each token's experts, ``[tokens, size]``, summed in their order.
 
     Args:
-        x: ``[tokens, top_k, size]``.
+        x: outputs of the experts, ``[tokens, top_k, size]``.
         weights: ``[tokens, top_k]`` float32.
-        shared: ``[tokens, size]``, the output of experts that every token has, to add. Its rows may lie apart.
-        gate: ``[tokens, 1]`` float32, the sigmoid of which is the weight of ``shared``; None is 1.
-        out: as for ``linear``.
+        shared: output of shared experts to add, ``[tokens, size]``; rows may be strided.
+        gate: ``[tokens, 1]`` float32, whose sigmoid is the weight of ``shared``; None: weight 1.
+        out: see ``linear``.
     """
     total = (x.float() * weights[..., None]).sum(1)
     if shared is not None:

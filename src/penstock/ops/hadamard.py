@@ -1,8 +1,7 @@
-"""Walsh-Hadamard transforms of blocks of inputs, which reduce the error of rounding to few bits.
+"""Walsh-Hadamard transforms of blocks of inputs, which reduce the error of low-bit quantization.
 
-A transform spreads a block's largest value over the whole block (QuaRot, Ashkboos et al., 2024). Transformed weights,
-divided by the block's length ``n``, have the same products with transformed activations, as ``H @ H`` is ``n`` times
-the identity.
+A transform spreads outliers over their block (QuaRot, Ashkboos et al., 2024). Transformed weights, divided by the block
+size ``n``, have the same products with transformed activations, as ``H @ H`` is ``n`` times the identity.
 """
 
 from __future__ import annotations
@@ -11,14 +10,13 @@ from torch import Tensor
 
 
 def hadamard(x: Tensor, block: int) -> Tensor:
-    """Multiply blocks of the last dimension by the Hadamard matrix of 1 and -1, which is not normalized.
+    """Multiply blocks of the last dimension by the unnormalized Hadamard matrix (entries 1 and -1).
 
-    Butterflies are float32 additions from neighbours to the halves of a block, so that every backend gets the same
-    bits.
+    The butterflies are float32 additions with strides 1, 2, 4, ..., so that all backends give the same bits.
 
     Args:
         x: ``[..., size]`` float32.
-        block: inputs of a block, a power of two that divides ``size``; 1 returns ``x``.
+        block: block size, a power of two that divides ``size``; 1 returns ``x``.
     """
     half = 1
     while half < block:

@@ -1,4 +1,4 @@
-"""The weights that a LoRA adapter adds to one matrix (Hu et al., 2021)."""
+"""LoRA weights of one matrix (Hu et al., 2021)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LoRAWeights:
-    """Adds ``scaling * b @ a @ x`` to a layer's outputs from ``offset`` on."""
+    """LoRA weights, which add ``scaling * b @ a @ x`` to a layer's outputs, from output ``offset``."""
 
     a: Tensor
     """``[rank, in]``, in the model's dtype."""
     b: Tensor
     """``[outputs, rank]``, in the model's dtype."""
     offset: int
-    """First of the layer's outputs that ``b`` adds to."""
+    """First output of the layer that ``b`` adds to."""
     scaling: float

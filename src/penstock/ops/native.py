@@ -1,4 +1,4 @@
-"""The compiled kernels of this installation: choice of the instruction set, and warnings where they are out of date."""
+"""The compiled CPU kernels: selection of the instruction set, and warnings if the kernels are outdated."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from . import _kernels
 logger = logging.getLogger(__name__)
 
 VARIABLE = "PENSTOCK_ISA"
-"""Environment variable that names the instruction set to compute with; the default is the fastest."""
+"""Environment variable with the name of the instruction set to use; default: the fastest."""
 SOURCES = Path(__file__).parents[3]
-"""Root of the checkout with the kernels' sources; in an installed wheel there are none."""
+"""Root of the checkout with the kernels' sources. An installed wheel has no sources."""
 
 
 def set_up() -> None:
-    """Choose the instruction set, and log a warning where the kernels are out of date.
+    """Select the instruction set, and log a warning if the kernels are outdated.
 
-    Raises ``PenstockError`` (``unsupported``) where ``PENSTOCK_ISA`` names one that cannot run here.
+    Raises ``PenstockError`` (``unsupported``) if ``PENSTOCK_ISA`` names an instruction set that cannot run here.
     """
     if problem := outdated_warning():
         logger.warning("%s", problem)
@@ -35,27 +35,25 @@ def set_up() -> None:
 
 
 def outdated_warning() -> str | None:
-    """A warning, with what to run, for kernels of other sources or another version, or without this machine's fastest
-    instruction set. None where the kernels are up to date."""
+    """Return a warning if the kernels were built from other sources or another version, or without this machine's
+    fastest instruction set; None if they are up to date."""
     built, sources = getattr(_kernels, "SOURCES", "unknown"), hash_of_sources(SOURCES)
     if sources and sources != built:
-        return (
-            "The CPU kernels were built from other sources than those in csrc/: run `make` or `pip install -e .` again."
-        )
+        return "The CPU kernels were not built from the sources in csrc/: run `make` or `pip install -e .` again."
     version = getattr(_kernels, "VERSION", "")
     if version and version != __version__:
-        return f"The CPU kernels are of version {version}, and penstock is {__version__}: install it again."
+        return f"The CPU kernels have version {version}, but penstock has version {__version__}: reinstall penstock."
     fastest = _kernels.available()[-1]
     if fastest != (possible := getattr(_kernels, "MACHINE", [fastest])[-1]) and VARIABLE not in os.environ:
         return (
-            f"The CPU kernels were built without {possible}, which this machine runs, so {fastest} computes, slower: "
-            "install penstock again with PENSTOCK_SETS=native in the environment."
+            f"The CPU kernels were built without {possible}, which this machine supports. Using {fastest}, which is "
+            "slower: reinstall penstock with PENSTOCK_SETS=native in the environment."
         )
     return None
 
 
 def hash_of_sources(folder: Path) -> str | None:
-    """Hash of the kernels' sources, as CMakeLists.txt computes it; None where the folder does not hold them."""
+    """Hash of the kernels' sources, computed as in CMakeLists.txt; None if the folder does not contain them."""
     if not (folder / "csrc" / "kernels.h").exists():
         return None
     files = [folder / "CMakeLists.txt", *(file for file in (folder / "csrc").iterdir() if file.suffix in (".cc", ".h"))]

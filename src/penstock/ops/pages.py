@@ -1,4 +1,4 @@
-"""Memory from the operating system: zeroed pages that are allocated when first written, and mapped files."""
+"""Memory from the operating system: lazily allocated zeroed pages, and mapped files."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ POPULATE_READ = 22
 
 
 def zeros(size: int, huge: bool = False) -> Tensor:
-    """``[size]`` uint8 of zeros. A page takes memory from its first write on.
+    """Allocate zeros, ``[size]`` uint8. A page uses memory from its first write on.
 
     Args:
-        huge: use huge pages (2 MiB). They pay for memory that every step reads, as address translation of small pages
-            can take as long as reading them. They do not for memory that is filled little by little: the first byte
-            written takes a whole page.
+        huge: use huge pages (2 MiB). They are faster for memory that every step reads, as address translation of small
+            pages can take as long as reading them. They waste memory that is filled gradually, as the first byte
+            written allocates a whole page.
     """
     if size == 0:
         return torch.zeros(0, dtype=torch.uint8)
@@ -35,19 +35,17 @@ def zeros(size: int, huge: bool = False) -> Tensor:
     end = start + size // HUGE * HUGE
     with contextlib.suppress(OSError):  # not on every system
         memory.madvise(mmap.MADV_HUGEPAGE, start, end - start)
-        memory.madvise(mmap.MADV_NOHUGEPAGE, end)  # the rest would take a whole page, of each expert's matrix
+        memory.madvise(mmap.MADV_NOHUGEPAGE, end)  # else the rest takes a huge page, in the matrix of each expert
     return whole[start : start + size]
 
 
 def mapped(file: IO[bytes]) -> Tensor:
-    """Map a file that is not empty: ``[bytes]`` uint8, read-only. Processes that map it share its pages.
-
-    Huge pages are used where the system has them for files.
-    """
+    """Map a non-empty file read-only, ``[bytes]`` uint8. Processes that map it share its pages, which are huge pages if
+    the system supports them for files."""
     memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     with contextlib.suppress(OSError, AttributeError):  # not on every system
         memory.madvise(mmap.MADV_HUGEPAGE)
     with contextlib.suppress(OSError):
         memory.madvise(POPULATE_READ)
-    with warnings.catch_warnings(action="ignore"):  # that the memory is read-only
+    with warnings.catch_warnings(action="ignore"):  # PyTorch warns about read-only memory
         return torch.frombuffer(memory, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Random sampling, in plain PyTorch: part of ``reference``, and what computes it on CPUs."""
+"""Random sampling in plain PyTorch, for the backends ``reference`` and ``cpu``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 MIN_TEMPERATURE = 1e-5
 BIN_SHIFT = 20
-"""Low bits of a float32 that its bin (``truncate``) leaves out: eight bins for each power of two."""
+"""Number of low bits of a float32 that its bin (``truncate``) ignores: eight bins per power of two."""
 
 
 def sample_random(
@@ -15,24 +15,24 @@ def sample_random(
 ) -> Tensor:
     """Sample with temperature, min-p, top-k and top-p, in this order.
 
-    A random number is mapped to a token by the inverse of the cumulative distribution in the order of token ids, summed
-    in float64.
+    Weights are float32, the largest being 1. A token is sampled by inverting the cumulative distribution over token
+    ids, which is summed in float64.
 
     Args:
         logits: ``[rows, vocabulary]`` float32.
-        temperature, top_k, top_p, min_p: ``[rows]`` float64, values of ``SamplingParams``. Weights, whose largest is 1,
-            are float32.
+        temperature, top_k, top_p, min_p: ``[rows]`` float64, values of ``SamplingParams``.
         uniform: ``[rows]`` float64, a random number in [0, 1) for each row.
 
     Returns:
-        Token ids, ``[rows]`` int64; some token of the vocabulary where none is allowed, or a logit is not finite.
+        Token ids, ``[rows]`` int64; an arbitrary token of the vocabulary if no token is allowed, or if a logit is NaN
+        or infinite.
     """
     vocabulary = logits.shape[-1]
     scaled = logits / temperature.float()[:, None].clamp(min=MIN_TEMPERATURE)
     weights = (scaled - scaled.amax(-1, keepdim=True)).exp()
     if (min_p > 0).any():
         weights.masked_fill_(weights < min_p.float()[:, None], 0)
-    valid = weights.sum(-1).isfinite().tolist()  # False where no token is allowed, or a logit is NaN or infinite
+    valid = weights.sum(-1).isfinite().tolist()  # False if no token is allowed, or a logit is NaN or infinite
     for row, is_valid, k, p in zip(weights, valid, top_k.tolist(), top_p.tolist(), strict=True):
         if not is_valid:
             continue
@@ -47,23 +47,23 @@ def sample_random(
 
 
 def truncate(weights: Tensor, amounts: Tensor, limit: float) -> None:
-    """Truncate a distribution in place: keep the likeliest tokens until their ``amounts`` reach ``limit``, and set the
-    weights of the others to 0. Of equal weights, that of the lower token id comes first.
+    """Truncate a distribution in place: keep the most likely tokens until the sum of their ``amounts`` reaches
+    ``limit``, and set the weights of the others to 0. Ties go to the lower token id.
 
-    Only a part is sorted: tokens are counted into bins by the leading bits of their weights, and those of the bin in
-    which the limit is reached are sorted.
+    Tokens are counted into bins by the leading bits of their weights; only the bin in which the limit is reached is
+    sorted.
 
     Args:
-        weights: ``[vocabulary]`` float32, none negative.
+        weights: ``[vocabulary]`` float32, not negative.
         amounts: ``[vocabulary]`` float64: ones for top-k, the weights for top-p.
     """
-    bins = weights.view(torch.int32) >> BIN_SHIFT  # floats that are not negative sort as their bits do
-    held = torch.bincount(bins, amounts).cumsum(0)
-    above = held[-1] - held
+    bins = weights.view(torch.int32) >> BIN_SHIFT  # non-negative floats are ordered like their bits
+    cumulative = torch.bincount(bins, amounts).cumsum(0)
+    above = cumulative[-1] - cumulative
     edge = int((above < limit).nonzero()[0])
     members = (bins == edge).nonzero()[:, 0]
     members = members[weights[members].argsort(descending=True, stable=True)]
-    own = amounts[members]
-    before = above[edge] + own.cumsum(0) - own
+    member_amounts = amounts[members]
+    before = above[edge] + member_amounts.cumsum(0) - member_amounts
     weights[members[before >= limit]] = 0
     weights.masked_fill_(bins < edge, 0)

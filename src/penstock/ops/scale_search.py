@@ -1,4 +1,4 @@
-"""Scales of weights that Penstock rounds to 4 bits, in plain PyTorch: the definition that kernels follow to the bit."""
+"""Scale search for 4-bit weights, in plain PyTorch. The kernels give the same bits."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 CANDIDATES = 6
-"""Scales that are tried for a group."""
+"""Number of candidate scales of a group."""
 MAX_INTEGER = 15
 """Largest integer scale of a group."""
 MIN_MAGNITUDE = 1e-30
-"""Groups whose largest magnitude is not above this become zeros."""
+"""Groups up to this magnitude are rounded to zeros."""
 LANES = 16
-"""Sums are kept in so many lanes, which are added in a tree, as the kernels' vectors are."""
+"""Number of partial sums, which are added in a tree, as in the kernels' vectors."""
 
 
 def search_scales(groups: Tensor) -> Tensor:
-    """The scales ``[...]`` of least squared error for groups ``[..., size]`` float32, among ``CANDIDATES``.
+    """Return the scales ``[...]`` with the least squared error for groups ``[..., size]`` float32.
 
-    With the first candidate the largest magnitude becomes -8; the k-th is smaller by ``1 + k / 16`` and clips what is
-    larger. Each candidate's integers are then given the scale that fits them best, ``sum(q * w) / sum(q * q)``, and the
-    candidate with the least error wins. (llama.cpp's ``make_qx_quants`` searches this way, too.) Scales have the
-    precision of float16, 11 significant bits, and any exponent.
+    Candidate 0 maps the largest magnitude to -8; candidate k is smaller by the factor ``1 + k / 16`` and clips larger
+    weights. Each candidate's integers then get their optimal scale, ``sum(q * w) / sum(q * q)``, and the candidate with
+    the least error wins, as in llama.cpp's ``make_qx_quants``. Scales have the precision of float16 (11 significant
+    bits), and any exponent.
     """
     maximum = groups.abs().amax(-1)
     base = torch.where((groups == maximum[..., None]).any(-1), -maximum, maximum) / 8
@@ -38,14 +38,14 @@ def search_scales(groups: Tensor) -> Tensor:
 
 
 def search_integer_scales(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Integer scales of groups ``[..., groups, size]`` float32, and the scale of all groups that they multiply.
+    """Search two-level scales of groups ``[..., groups, size]`` float32: an integer per group, times a common scale.
 
-    The scale of all groups is a fifteenth of the largest that ``search_scales`` finds. Of the two integers next to a
-    group's scale, the one with less squared error is taken.
+    The common scale is the largest scale of ``search_scales`` over 15. A group's scale is rounded up or down to an
+    integer, whichever has the lower squared error.
 
     Returns:
-        Integers from -15 to 15 as float32, ``[..., groups]``, 0 for a group of zeros; and scales ``[...]`` float32,
-        which are not finite where some weight is not.
+        Integers from -15 to 15 as float32, ``[..., groups]``, 0 for a group of zeros; and the common scales ``[...]``
+        float32, which are not finite if a weight is not.
     """
     maximum = groups.abs().amax(-1)
     exact = torch.where(maximum > MIN_MAGNITUDE, search_scales(groups), maximum * 0)
@@ -60,31 +60,31 @@ def search_integer_scales(groups: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rounding_error(groups: Tensor, scales: Tensor) -> Tensor:
-    """Squared errors ``[...]`` of groups ``[..., size]`` that are rounded with scales, less the squares of weights."""
+    """Squared error ``[...]`` of rounding groups ``[..., size]`` with scales, minus the constant sum of squares."""
     values = groups * (1 / scales)[..., None]
     rounded = values.round().clamp(-8, 7)
     return (_sum(rounded * rounded) - 2 * _sum(rounded * values)) * (scales * scales)
 
 
 def round_scales(scales: Tensor) -> Tensor:
-    """Float32 rounded to 11 significant bits, to even in the middle; what is no number stays none."""
+    """Round float32 to 11 significant bits, half to even. Values that are not finite are unchanged."""
     bits = scales.contiguous().view(torch.int32)
     rounded = ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
     return torch.where(scales.isfinite(), rounded, scales)
 
 
 def fits_half(scales: Tensor) -> bool:
-    """Whether float16 has all scales exactly, as zero or in its normal range."""
+    """True if all scales are exactly representable in float16, as zero or a normal number."""
     half = scales.half()
     normal = (half.abs() >= torch.finfo(half.dtype).tiny) | (half == 0)
     return bool(((half.float() == scales) & normal).all())
 
 
 def _sum(x: Tensor) -> Tensor:
-    """Sums over the last dimension, in the kernels' order."""
+    """Sum over the last dimension, in the order of the kernels."""
     lanes = torch.zeros(*x.shape[:-1], LANES, device=x.device)
-    for part in pad(x, (0, -x.shape[-1] % LANES)).split(LANES, -1):
-        lanes = lanes + part
+    for chunk in pad(x, (0, -x.shape[-1] % LANES)).split(LANES, -1):
+        lanes = lanes + chunk
     while (width := lanes.shape[-1] // 2) > 0:
         lanes = lanes[..., :width] + lanes[..., width:]
     return lanes[..., 0]

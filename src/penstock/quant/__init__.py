@@ -1,5 +1,6 @@
-"""Weight formats: how checkpoints have a matrix, how it is packed at load, and how it multiplies.
-``core/quantization.py`` names them."""
+"""Quantized checkpoints: readers of each format, and the matrix classes that layers multiply by.
+
+``core/quantization.py`` defines ``Format`` and the values of ``quantization``."""
 
 from .checkpoint_format import CheckpointFormat, TensorSource
 from .experts import ExpertMatrices

@@ -1,4 +1,4 @@
-"""What formats of quantized checkpoints have in common: how the matrices of each lie in a checkpoint's tensors."""
+"""Interfaces of checkpoint formats and of the tensors they read."""
 
 from __future__ import annotations
 
@@ -16,39 +16,42 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class TensorSource(Protocol):
-    """Tensors of a checkpoint by name; ``layers.Weights`` documents them."""
+    """Tensors of a checkpoint by name; ``layers.Weights`` documents the methods."""
 
     def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor: ...
     def has(self, name: str) -> bool: ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor. Raises ``PenstockError`` (``invalid``) where the checkpoint has none of the name."""
+        """Return a tensor's shape. Raises ``PenstockError`` (``invalid``) if the checkpoint lacks the tensor."""
         ...
 
 
 class CheckpointFormat(Protocol):
-    """Reads the matrices of a quantized checkpoint. Each module of ``quant/`` that has one makes it of the
-    checkpoint's ``quantization_config``."""
+    """Reader of the matrices of a quantized checkpoint. Implementations take the ``quantization_config``."""
 
     notes: Sequence[str]
-    """What is computed otherwise than the checkpoint asks for, for the log."""
+    """Log messages about settings of the checkpoint that are not applied."""
 
     def format_of(self, source: TensorSource, name: str) -> Format:
-        """The format of a matrix; ``UNQUANTIZED`` where the checkpoint has it as a tensor ``<name>.weight`` of
-        floating-point numbers. Reads nothing but names and shapes of tensors.
+        """Return a matrix's format; ``UNQUANTIZED`` if it is stored as a floating-point tensor ``<name>.weight``.
+
+        Uses only names and shapes of tensors.
 
         Args:
-            name: without ``.weight``.
+            name: name of the matrix, without ``.weight``.
         """
         ...
 
     def read(
         self, source: TensorSource, name: str, outputs: int, inputs: int, rows: tuple[int, int]
     ) -> QuantizedWeight | Tensor:
-        """Outputs from ``rows[0]`` to ``rows[1]`` of a matrix ``[outputs, inputs]`` that is quantized. A format of
-        4-bit floating-point numbers gives them dequantized, ``[rows, inputs]`` float32.
+        """Read outputs ``rows[0]`` to ``rows[1]`` (exclusive) of a quantized matrix ``[outputs, inputs]``.
 
-        Raises ``PenstockError`` (``invalid``) where its tensors are missing, damaged, or of other shapes or kinds.
+        Returns:
+            The quantized weights; for 4-bit floating-point formats without kernels (nf4, fp4) the dequantized weights,
+            ``[rows, inputs]`` float32.
+
+        Raises ``PenstockError`` (``invalid``) if tensors are missing, damaged, or have an unexpected shape or dtype.
         """
         ...
 
@@ -60,15 +63,15 @@ def read_tensor(
     dtypes: Sequence[torch.dtype],
     rows: tuple[int, int] | None = None,
 ) -> Tensor:
-    """A tensor as it is stored. Raises ``PenstockError`` (``invalid``) where it is of none of these dtypes, and as
-    ``TensorSource.read`` does."""
+    """Read a tensor in its stored dtype. Raises ``PenstockError`` (``invalid``) if that is not in ``dtypes``, and
+    for the reasons of ``TensorSource.read``."""
     tensor = source.read(name, *shape, rows=rows, as_stored=True)
     if tensor.dtype not in dtypes:
-        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise invalid("model", f"tensor {name} is of {tensor.dtype}, and its format wants {wanted}")
+        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise invalid("model", f"tensor {name} has dtype {tensor.dtype}; its format requires {expected}")
     return tensor
 
 
 def num_groups(inputs: int, group_size: int) -> int:
-    """Groups of a row; a group size of 0 is the whole row."""
+    """Number of groups of a row; a group size of 0 is the whole row."""
     return -(-inputs // group_size) if group_size else 1

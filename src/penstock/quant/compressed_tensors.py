@@ -1,4 +1,4 @@
-"""Checkpoints of compressed-tensors, as llm-compressor writes them: schemes for groups of modules."""
+"""compressed-tensors checkpoints (llm-compressor), which have a quantization scheme for each group of modules."""
 
 from __future__ import annotations
 
@@ -20,27 +20,29 @@ from .fp8 import STATIC_ACTIVATIONS, block_size, read_fp8
 from .integers import from_unsigned, input_order, pack_bits, unpack_bits
 
 PACKED, PLAIN = "pack-quantized", ("int-quantized", "float-quantized", "naive-quantized")
-KV_CACHE = "the checkpoint's scheme for the KV cache is not used: --kv-cache-dtype chooses one"
+KV_CACHE = "kv_cache_scheme is ignored: --kv-cache-dtype sets the format of the KV cache"
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
-    """``[out, in]`` int8 from ``-2 ** (bits - 1)`` on, as ``weight_packed``: ``[out, ceil(in * bits / 32)]`` int32."""
+    """Pack ``[out, in]`` int8 from ``-2 ** (bits - 1)`` into ``[out, ceil(in * bits / 32)]`` int32, the layout of
+    ``weight_packed``."""
     return pack_bits(_unsigned(values, bits), bits)
 
 
 def pack_zeros(zeros: Tensor, bits: int) -> Tensor:
-    """``[out, groups]`` int8 as ``weight_zero_point``: ``[ceil(out * bits / 32), groups]`` int32."""
+    """Pack ``[out, groups]`` int8 into ``[ceil(out * bits / 32), groups]`` int32, the layout of
+    ``weight_zero_point``."""
     return pack(zeros.T, bits).T.contiguous()
 
 
 def _unsigned(values: Tensor, bits: int) -> Tensor:
-    """int8 plus half the range of so many bits, as uint8."""
+    """Map int8 to uint8 by adding half the range of integers of ``bits`` bits."""
     return values.contiguous().view(torch.uint8) + (1 << (bits - 1))  # modulo 256
 
 
 @dataclass(frozen=True)
 class _Scheme:
-    """How the matrices of a config group are quantized."""
+    """Quantization of the matrices of a config group."""
 
     format: Format
     bits: int
@@ -49,7 +51,7 @@ class _Scheme:
     targets: tuple[str | re.Pattern[str], ...]
 
     def matches(self, name: str, rank: int) -> bool:
-        """Whether a module is a target: by its whole name (``rank`` 0), a pattern (1), or its class (2)."""
+        """True if a module is a target: by its full name (``rank`` 0), a regular expression (1), or its class (2)."""
         match rank:
             case 0:
                 return name in self.targets
@@ -60,25 +62,25 @@ class _Scheme:
 
 
 class CompressedTensors:
-    """``CheckpointFormat`` of integers packed into words (``weight_packed``, ``weight_shape``), or of integers or e4m3
-    numbers as they are (``weight``), with ``weight_scale``, and perhaps ``weight_zero_point`` and ``weight_g_idx``."""
+    """``CheckpointFormat`` for compressed-tensors: integers packed into int32 (``weight_packed``, ``weight_shape``), or
+    int8 or e4m3 (``weight``); with ``weight_scale``, and optionally ``weight_zero_point`` and ``weight_g_idx``."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._rotation = _read_rotation(config)
         sparsity = mapping(config.get("sparsity_config") or {}, "sparsity_config").get("format") or "dense"
         if sparsity != "dense":
-            raise unsupported(f"compressed-tensors in the sparse format {sparsity!r}")
+            raise unsupported(f"compressed-tensors with the sparsity format {sparsity!r}; supported is 'dense'")
         groups = mapping(config.get("config_groups") or {}, "config_groups").values()
         self._schemes = [
             scheme for group in groups if (scheme := _read_scheme(mapping(group, "config_groups"), config))
         ]
         if not self._schemes:
-            raise invalid("model", "config_groups in config.json has no group with weights")
+            raise invalid("model", "config_groups in config.json has no group with a weights scheme")
         notes = [STATIC_ACTIVATIONS] if any(map(_is_static, groups)) else []
         self.notes: Sequence[str] = notes + [KV_CACHE] * bool(config.get("kv_cache_scheme"))
 
     def format_of(self, source: TensorSource, name: str) -> Format:
-        """As ``CheckpointFormat.format_of``: what the checkpoint has scales of is quantized."""
+        """See ``CheckpointFormat.format_of``. A matrix with scales or packed weights is quantized."""
         if not source.has(f"{name}.weight_scale") and not source.has(f"{name}.weight_packed"):
             return UNQUANTIZED
         return replace(self._scheme_of(name).format, rotation=self._rotation)
@@ -86,7 +88,7 @@ class CompressedTensors:
     def read(
         self, source: TensorSource, name: str, outputs: int, inputs: int, rows: tuple[int, int]
     ) -> QuantizedWeight:
-        """As ``CheckpointFormat.read``."""
+        """See ``CheckpointFormat.read``."""
         scheme, (first, end) = self._scheme_of(name), rows
         format, bits = scheme.format, scheme.bits
         if format.floating:
@@ -97,9 +99,9 @@ class CompressedTensors:
             stored = read_tensor(source, f"{name}.weight", outputs, inputs, dtypes=(torch.int8,), rows=rows)
             values = _unsigned(stored, bits)
             if bits < 8 and bool((values >= 1 << bits).any()):
-                raise invalid("model", f"tensor {name}.weight has integers of more than {bits} bits")
+                raise invalid("model", f"tensor {name}.weight has integers out of the range of {bits} bits")
         groups = num_groups(inputs, format.group_size)
-        scales = _by_output(source, f"{name}.weight_scale", outputs, groups, FLOATS)[first:end]
+        scales = _per_output(source, f"{name}.weight_scale", outputs, groups, FLOATS)[first:end]
         zeros = None if scheme.symmetric else self._read_zeros(source, name, outputs, groups, scheme)[first:end]
         order = self._order(source, name, inputs, format.group_size)
         if self._rotation:
@@ -114,21 +116,21 @@ class CompressedTensors:
         if source.has(f"{name}.weight_shape"):
             shape = read_tensor(source, f"{name}.weight_shape", 2, dtypes=(torch.int32, torch.int64)).tolist()
             if shape != [outputs, inputs]:
-                raise invalid("model", f"{name} was quantized as {shape}, config.json wants {[outputs, inputs]}")
-        words = -(-inputs * bits // 32)
-        packed = read_tensor(source, f"{name}.weight_packed", outputs, words, dtypes=(torch.int32,), rows=rows)
+                raise invalid("model", f"{name} has shape {shape}, config.json requires {[outputs, inputs]}")
+        columns = -(-inputs * bits // 32)
+        packed = read_tensor(source, f"{name}.weight_packed", outputs, columns, dtypes=(torch.int32,), rows=rows)
         return unpack_bits(packed, bits, inputs)
 
     def _read_zeros(self, source: TensorSource, name: str, outputs: int, groups: int, scheme: _Scheme) -> Tensor:
-        """Zero points ``[out, groups]`` uint8, above those that are stored by half the range as integers are."""
+        """Read zero points, ``[out, groups]`` uint8, shifted by half the range like the weights."""
         tensor, bits = f"{name}.weight_zero_point", scheme.bits
         if not scheme.packed:
-            return _unsigned(_by_output(source, tensor, outputs, groups, (torch.int8,)), bits)
+            return _unsigned(_per_output(source, tensor, outputs, groups, (torch.int8,)), bits)
         packed = read_tensor(source, tensor, -(-outputs * bits // 32), groups, dtypes=(torch.int32,))
         return unpack_bits(packed.T, bits, outputs).T
 
     def _order(self, source: TensorSource, name: str, inputs: int, size: int) -> Tensor | None:
-        """The order of inputs (``actorder`` group)."""
+        """Read the order of inputs (``actorder`` "group"); None: unpermuted."""
         tensor = f"{name}.weight_g_idx"
         if not source.has(tensor):
             return None
@@ -136,21 +138,21 @@ class CompressedTensors:
         return None if bool((groups == -1).all()) else input_order(groups, size, tensor)
 
     def _scheme_of(self, name: str) -> _Scheme:
-        """The scheme of a module: the only one there is, or the first whose targets name it, match it, or have its
-        class, in this order."""
+        """Return a module's scheme: the only one, or the first with a matching target. Names go before regular
+        expressions, and these before classes."""
         if len(self._schemes) == 1:
             return self._schemes[0]
         for rank in range(3):
             for scheme in self._schemes:
                 if scheme.matches(name, rank):
                     return scheme
-        raise invalid("model", f"{name} is quantized, and no group of config_groups in config.json has it as a target")
+        raise invalid("model", f"{name} is quantized, but matches no target of config_groups in config.json")
 
 
 def _read_scheme(group: Mapping[str, Any], config: Mapping[str, Any]) -> _Scheme | None:
-    """The scheme of a config group; None for one without weights.
+    """Read the scheme of a config group; None if the group does not quantize weights.
 
-    Raises ``PenstockError``: ``unsupported`` for a layout or numbers that are not read, ``invalid`` for broken fields.
+    Raises ``PenstockError``: ``unsupported`` for an unsupported layout or format, ``invalid`` for malformed fields.
     """
     if group.get("weights") is None:
         return None
@@ -162,7 +164,7 @@ def _read_scheme(group: Mapping[str, Any], config: Mapping[str, Any]) -> _Scheme
     bits, kind, strategy = integer(weights, "num_bits", 8), weights.get("type", "int"), weights.get("strategy")
     targets = group.get("targets") or ["Linear"]
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
-        raise invalid("model", f"targets in config.json are {targets!r:.60}, and not names")
+        raise invalid("model", f"targets in config.json are {targets!r:.60}, not a list of strings")
     parsed = tuple(pattern(each.removeprefix("re:")) if each.startswith("re:") else each for each in targets)
     by_kind = {"int": _integer_format, "float": _float_format}
     if kind not in by_kind:
@@ -172,7 +174,7 @@ def _read_scheme(group: Mapping[str, Any], config: Mapping[str, Any]) -> _Scheme
 
 
 def _read_rotation(config: Mapping[str, Any]) -> int:
-    """Inputs of the Hadamard blocks by which all quantized matrices and their inputs are rotated; 0 for none.
+    """Read the size of the Hadamard blocks that rotate the inputs of all quantized matrices; 0: no rotation.
 
     Raises ``PenstockError`` (``unsupported``) for any other ``transform_config``.
     """
@@ -193,23 +195,23 @@ def _read_rotation(config: Mapping[str, Any]) -> int:
 
 
 def _activation_bits(group: Mapping[str, Any], kind: str) -> int:
-    """8 where activations are numbers of 8 bits of the weights' kind; others are computed unquantized."""
+    """8 if activations have 8 bits and the type of the weights, else 0: other formats are computed unquantized."""
     inputs = mapping(group.get("input_activations") or {}, "input_activations")
     return 8 if inputs and (inputs.get("num_bits", 8), inputs.get("type", "int")) == (8, kind) else 0
 
 
 def _integer_format(weights: Mapping[str, Any], bits: int, strategy: Any, activation_bits: int) -> Format:
     if not 2 <= bits <= 8:
-        raise unsupported(f"compressed-tensors in integers of {bits} bits")
+        raise unsupported(f"compressed-tensors with {bits}-bit integers; supported are 2 to 8 bits")
     if strategy not in ("group", "channel", "tensor"):
-        raise unsupported(f"compressed-tensors in integers by {strategy!r:.40} (strategy)")
+        raise unsupported(f"compressed-tensors with integers of strategy {strategy!r:.40}")
     size = group_size(weights) if strategy == "group" else 0
     return Format(4 if bits <= 4 else 8, size, activation_bits, asymmetric=not weights.get("symmetric", True))
 
 
 def _float_format(weights: Mapping[str, Any], bits: int, strategy: Any, activation_bits: int) -> Format:
     if bits != 8:
-        raise unsupported(f"compressed-tensors in floating-point numbers of {bits} bits")
+        raise unsupported(f"compressed-tensors with {bits}-bit floating-point numbers; supported are 8 bits")
     rows, columns = 1, 0
     match strategy:
         case "tensor":
@@ -221,18 +223,18 @@ def _float_format(weights: Mapping[str, Any], bits: int, strategy: Any, activati
         case "block":
             rows, columns = block_size(weights.get("block_structure"))
         case _:
-            raise unsupported(f"compressed-tensors in floating-point numbers by {strategy!r:.40} (strategy)")
+            raise unsupported(f"compressed-tensors with floating-point numbers of strategy {strategy!r:.40}")
     return Format(8, columns, activation_bits, floating=True, rows_per_scale=rows)
 
 
 def _is_static(group: Mapping[str, Any]) -> bool:
-    """Whether activations are quantized by scales of the checkpoint."""
+    """True if the checkpoint has static scales of activations."""
     inputs = group.get("input_activations") or {}
     return bool(inputs) and not inputs.get("dynamic")
 
 
-def _by_output(source: TensorSource, tensor: str, outputs: int, groups: int, dtypes: Sequence[torch.dtype]) -> Tensor:
-    """A tensor ``[outputs, groups]``, also where it is stored as ``[outputs]``, or as one number for all."""
+def _per_output(source: TensorSource, tensor: str, outputs: int, groups: int, dtypes: Sequence[torch.dtype]) -> Tensor:
+    """Read a tensor ``[outputs, groups]``, which may be stored as ``[outputs]`` or as one value for all outputs."""
     shape = source.shape(tensor)
     if shape in ((), (1,), (1, 1)) and groups == 1:
         return read_tensor(source, tensor, *shape, dtypes=dtypes).reshape(1, 1).expand(outputs, 1)

@@ -1,4 +1,4 @@
-"""Fields of a checkpoint's ``quantization_config``, checked."""
+"""Validation of fields of a checkpoint's ``quantization_config``."""
 
 from __future__ import annotations
 
@@ -10,70 +10,72 @@ from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
 MAX_GROUP = 2**20
-"""More inputs, or outputs, than any matrix has."""
+"""Limit of a group's inputs or outputs, above those of any matrix."""
 MAX_REPEATS = 5
-"""Repetitions in a regular expression of a checkpoint. With more, or with one of a group, matching could take
-exponential time."""
+"""Maximum number of repetitions in a regular expression of a checkpoint. With more, or with a repeated group, matching
+could take exponential time."""
 
 
-def unsupported(what: str) -> PenstockError:
-    """The error for a quantized checkpoint that is not read."""
-    return PenstockError(Code.UNSUPPORTED, f"checkpoints quantized as {what} are not read", "model")
+def unsupported(variant: str) -> PenstockError:
+    """The error for an unsupported kind of quantized checkpoint."""
+    return PenstockError(Code.UNSUPPORTED, f"unsupported quantization of the checkpoint: {variant}", "model")
 
 
 def integer(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """A whole number. Raises ``PenstockError`` (``invalid``) for anything else."""
+    """Return an integer field. Raises ``PenstockError`` (``invalid``) for any other type."""
     value = config.get(name)
     value = default if value is None else value
     if type(value) is not int:
-        raise invalid("model", f"{name} in the quantization_config of config.json is {value!r}, and not a whole number")
+        raise invalid("model", f"{name} in the quantization_config of config.json is {value!r}, not an integer")
     return value
 
 
-def count(value: Any, what: str) -> int:
-    """A number of inputs or outputs. Raises ``PenstockError`` (``invalid``) for anything else."""
+def count(value: Any, name: str) -> int:
+    """Return a number of inputs or outputs, checked. Raises ``PenstockError`` (``invalid``) for any other value."""
     if type(value) is not int or not 1 <= value <= MAX_GROUP:
-        raise invalid("model", f"{what} in config.json is {value!r:.40}, and not a number from 1 to {MAX_GROUP}")
+        raise invalid("model", f"{name} in config.json is {value!r:.40}, not an integer from 1 to {MAX_GROUP}")
     return value
 
 
 def group_size(config: Mapping[str, Any], default: int | None = None, name: str = "group_size") -> int:
-    """Inputs that share a scale; 0 for all, which checkpoints write as -1.
+    """Return the number of inputs that share a scale; 0 for all inputs, which checkpoints write as -1.
 
-    Raises ``PenstockError``: ``invalid`` where there is no such size, ``unsupported`` for one that no kernel has.
+    Raises ``PenstockError``: ``invalid`` for a size out of range, ``unsupported`` for one without kernels.
     """
     size = integer(config, name, default)
     if size == -1:
         return 0
     if not 1 <= size <= MAX_GROUP:
-        words = f"{name} in the quantization_config of config.json is {size}, and from 1 to {MAX_GROUP}, or -1"
-        raise invalid("model", words)
+        message = f"{name} in the quantization_config of config.json is {size}; it must be -1, or from 1 to {MAX_GROUP}"
+        raise invalid("model", message)
     if size % 8:
-        raise unsupported(f"groups of {size} inputs, which is no multiple of 8,")
+        raise unsupported(f"groups of {size} inputs (not a multiple of 8)")
     return size
 
 
 def mapping(value: Any, name: str) -> Mapping[str, Any]:
-    """An object. Raises ``PenstockError`` (``invalid``) for anything else."""
+    """Check that a value is a JSON object, and return it. Raises ``PenstockError`` (``invalid``) if not."""
     if not isinstance(value, Mapping):
-        raise invalid("model", f"{name} in config.json is {value!r:.60}, and not an object")
+        raise invalid("model", f"{name} in config.json is {value!r:.60}, not an object")
     return value
 
 
 def pattern(
     text: str, where: str = "config.json", field: str = "model", max_repeats: int = MAX_REPEATS
 ) -> re.Pattern[str]:
-    """A regular expression of a checkpoint or adapter, for names of modules.
+    """Compile a regular expression that a checkpoint or adapter has for names of modules.
 
     Args:
-        where, field: the file and the option or field of a request that names it, for errors.
+        where: file that contains it, for error messages.
+        field: option or request field that names the file, for errors.
 
-    Raises ``PenstockError``: ``invalid`` where it is none, ``unsupported`` where it could take too long.
+    Raises ``PenstockError``: ``invalid`` for a malformed expression, ``unsupported`` if matching could take too long.
     """
     plain = re.sub(r"\\.|\[[^]]*\]", "x", text)
     if len(re.findall(r"[*+{]", plain)) > max_repeats or re.search(r"\)[*+{]", plain):
-        raise PenstockError(Code.UNSUPPORTED, f"{where} has a pattern of too many repetitions: {text!r:.80}", field)
+        problem = f"nested repetitions, or more than {max_repeats}"
+        raise PenstockError(Code.UNSUPPORTED, f"{where} has a regular expression with {problem}: {text!r:.80}", field)
     try:
         return re.compile(text)
     except (re.error, OverflowError, RecursionError) as error:
-        raise invalid(field, f"{where} has a pattern that is none: {text!r:.80} ({error})") from error
+        raise invalid(field, f"{where} has an invalid regular expression: {text!r:.80} ({error})") from error

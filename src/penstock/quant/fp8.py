@@ -1,5 +1,4 @@
-"""Checkpoints in 8-bit floating-point numbers (e4m3): one scale a matrix, an output, or a block, as DeepSeek-V3's
-128 by 128."""
+"""FP8 checkpoints (e4m3): one scale per tensor, per output channel, or per block (128 x 128 in DeepSeek-V3)."""
 
 from __future__ import annotations
 
@@ -17,54 +16,54 @@ from .checkpoint_format import FLOATS, TensorSource, num_groups, read_tensor
 from .config_fields import count, unsupported
 
 SCALES = (*FLOATS, torch.float8_e8m0fnu)
-"""Dtypes of scales; the last are powers of two (ue8m0)."""
-STATIC_ACTIVATIONS = "activations are scaled by their own magnitude, token by token, and not by the checkpoint's scales"
+"""Dtypes of scales; float8_e8m0fnu holds powers of two (ue8m0)."""
+STATIC_ACTIVATIONS = "activations get dynamic scales per token; static scales of the checkpoint are ignored"
 
 
 def read_fp8(
     source: TensorSource, name: str, scales: str, outputs: int, inputs: int, rows: tuple[int, int], format: Format
 ) -> QuantizedWeight:
-    """A matrix of ``<name>.weight`` ``[out, in]`` e4m3 and scales, one a matrix, an output or a block, which weights
-    are multiplied by. Rows from within a block get a scale an output.
+    """Read outputs ``rows`` of ``<name>.weight`` ``[out, in]`` e4m3, and their scales from the tensor ``scales``.
 
-    Args:
-        scales: name of their tensor.
+    The result has one scale per output if ``rows`` begins within a block.
     """
     first, end = rows
     values = read_tensor(source, f"{name}.weight", outputs, inputs, dtypes=(torch.float8_e4m3fn,), rows=rows)
     shape, block = source.shape(scales), format.rows_per_scale
     expected = (num_groups(outputs, block), num_groups(inputs, format.group_size))
     if shape != expected and (shape not in ((), expected[:1]) or expected[1] > 1 or (shape == () and block)):
-        raise invalid("model", f"tensor {scales} has shape {shape}, and {name} wants {expected}")
+        raise invalid("model", f"tensor {scales} has shape {shape}; {name} requires {expected}")
     stored = read_tensor(source, scales, *shape, dtypes=SCALES).float().reshape(expected)
     if block == 1:
         return QuantizedWeight(values, stored[first:end], format)
     if block == 0 or first % block == 0:
-        own = stored if block == 0 else stored[first // block : -(-end // block)]
-        return QuantizedWeight(values, own, format)
-    by_output = stored.repeat_interleave(min(block, outputs), 0)[first:end]
-    return QuantizedWeight(values, by_output, Format(8, format.group_size, floating=True))
+        return QuantizedWeight(values, stored if block == 0 else stored[first // block : -(-end // block)], format)
+    per_output = stored.repeat_interleave(min(block, outputs), 0)[first:end]
+    return QuantizedWeight(values, per_output, Format(8, format.group_size, floating=True))
 
 
 class FP8:
-    """``CheckpointFormat`` of ``<name>.weight`` in e4m3 with scales ``weight_scale_inv`` or ``weight_scale``: one a
-    block, an output or a matrix, by their shape. Weights are multiplied by the former, too, in spite of its name."""
+    """``CheckpointFormat`` for fp8: ``<name>.weight`` e4m3, with ``weight_scale_inv`` or ``weight_scale``.
+
+    The shape of the scales says whether they are per block, output or tensor. Despite its name, ``weight_scale_inv``
+    is a factor of the weights, too.
+    """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         scheme = str(config.get("activation_scheme") or "dynamic").lower()
         if scheme not in ("dynamic", "static"):
-            raise unsupported(f"fp8 with the activation_scheme {scheme!r}")
+            raise unsupported(f"fp8 with activation_scheme {scheme!r}; supported are 'dynamic' and 'static'")
         if (kind := config.get("fmt") or "e4m3") != "e4m3":
-            raise unsupported(f"fp8 in {kind!r}, other than e4m3,")
+            raise unsupported(f"fp8 with fmt {kind!r}; supported is 'e4m3'")
         if (experts := config.get("expert_dtype") or "fp8") != "fp8":
-            raise unsupported(f"fp8 with experts in {experts!r}")
+            raise unsupported(f"fp8 with expert_dtype {experts!r}; supported is 'fp8'")
         self.notes: Sequence[str] = (STATIC_ACTIVATIONS,) if scheme == "static" else ()
         self._blocks: tuple[int, int] | None = None
         if (size := config.get("weight_block_size")) is not None:
             self._blocks = block_size(size)
 
     def format_of(self, source: TensorSource, name: str) -> Format:
-        """As ``CheckpointFormat.format_of``: what the checkpoint has scales of is quantized."""
+        """See ``CheckpointFormat.format_of``. A matrix with a tensor of scales is quantized."""
         if not (scales := _scales(source, name)):
             return UNQUANTIZED
         shape = source.shape(scales)
@@ -75,31 +74,33 @@ class FP8:
     def read(
         self, source: TensorSource, name: str, outputs: int, inputs: int, rows: tuple[int, int]
     ) -> QuantizedWeight:
-        """As ``CheckpointFormat.read``."""
+        """See ``CheckpointFormat.read``."""
         return read_fp8(source, name, _scales(source, name), outputs, inputs, rows, self.format_of(source, name))
 
 
 def _scales(source: TensorSource, name: str) -> str:
-    """The name of a matrix's scales; empty where there are none."""
+    """Name of the tensor of a matrix's scales; empty if the checkpoint has none."""
     names = (f"{name}.weight_scale_inv", f"{name}.weight_scale")
     return next((scales for scales in names if source.has(scales)), "")
 
 
 def block_size(size: Any) -> tuple[int, int]:
-    """Outputs and inputs of a block. Raises ``PenstockError`` where these are no two numbers, or no kernel has them."""
+    """Return the outputs and inputs of a block, checked. Raises ``PenstockError`` if they are not two positive
+    integers, or have no kernels."""
     if not isinstance(size, Sequence) or isinstance(size, str) or len(size) != 2:
-        raise invalid("model", f"the size of blocks in config.json is {size!r:.60}, and not two numbers")
-    outputs, inputs = (count(each, "the size of blocks") for each in size)
+        raise invalid("model", f"the block size in config.json is {size!r:.60}, not two integers")
+    outputs, inputs = (count(value, "the block size") for value in size)
     if inputs % 8:
-        raise unsupported(f"blocks of {inputs} inputs, which is no multiple of 8,")
+        raise unsupported(f"blocks of {inputs} inputs (not a multiple of 8)")
     return outputs, inputs
 
 
 def pack(weight: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Round a matrix ``[out, in]`` to e4m3 times a scale for each so many outputs and inputs, 0 being all.
+    """Quantize a matrix ``[out, in]`` to e4m3 with one scale per block of ``rows`` outputs and ``columns`` inputs
+    (0: all).
 
     Returns:
-        The numbers ``[out, in]`` float8_e4m3fn, and the scales ``[blocks, blocks]`` float32.
+        The values ``[out, in]`` float8_e4m3fn, and the scales ``[ceil(out / rows), ceil(in / columns)]`` float32.
     """
     (height, width), rows, columns = weight.shape, rows or len(weight), columns or weight.shape[1]
     padded = torch.nn.functional.pad(weight.float(), (0, -width % columns, 0, -height % rows))

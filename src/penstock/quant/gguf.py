@@ -1,7 +1,7 @@
 """Conversion of GGUF block formats to integers with scales.
 
-A weight is an integer times the scale of its group, in some formats plus the group's offset, or MXFP4. So a matrix is
-converted without rounding its weights again. The blocks: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
+A weight is an integer times the scale of its group, in some formats plus the group's offset; or it is MXFP4. The
+conversion therefore does not round. Block layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from penstock.ops import QuantizedWeight
 from .mxfp4 import scales_of
 
 CHUNK = 2**22
-"""Weights converted at a time, few enough for the CPU's caches."""
+"""Number of weights converted at a time, so that they fit into the CPU's caches."""
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""Weights of IQ4_NL and IQ4_XS by their 4-bit index."""
+"""Integers of IQ4_NL and IQ4_XS by 4-bit index."""
 
 
 class Blocks(NamedTuple):
@@ -38,8 +38,8 @@ def read_blocks(type: TensorType, rows: Tensor) -> QuantizedWeight:
     """Convert rows of a matrix.
 
     Args:
-        type: a type whose name is in ``READERS``.
-        rows: ``[out, bytes]`` uint8.
+        type: GGUF type, whose name is in ``READERS``.
+        rows: encoded rows, ``[out, bytes]`` uint8.
     """
     format, read = type.format, READERS[type.name]
     outputs, blocks = rows.shape[0], rows.shape[1] // type.size
@@ -50,16 +50,16 @@ def read_blocks(type: TensorType, rows: Tensor) -> QuantizedWeight:
     offsets = torch.empty(outputs, groups) if format.asymmetric else None
     step = max(CHUNK // inputs, 1)
     for first in range(0, outputs, step):
-        some = slice(first, first + step)
-        part = read(rows[some].unflatten(1, (blocks, -1)))
-        values[some] = part.values.flatten(1)
-        scales[some] = part.scales.flatten(1)
-        if offsets is not None and part.offsets is not None:
-            offsets[some] = part.offsets.flatten(1)
+        chunk = slice(first, first + step)
+        converted = read(rows[chunk].unflatten(1, (blocks, -1)))
+        values[chunk] = converted.values.flatten(1)
+        scales[chunk] = converted.scales.flatten(1)
+        if offsets is not None and converted.offsets is not None:
+            offsets[chunk] = converted.offsets.flatten(1)
     return QuantizedWeight(values, scales, format, offsets)
 
 
-# --- One scale a block ------------------------------------------------------------------------------------------------
+# --- One scale per block ----------------------------------------------------------------------------------------------
 
 
 def _q8_0(blocks: Tensor) -> Blocks:
@@ -90,11 +90,11 @@ def _iq4_nl(blocks: Tensor) -> Blocks:
 
 
 def _mxfp4(blocks: Tensor) -> Blocks:
-    """e2m1 codes minus 8, as in ``QuantizedWeight``."""
+    """e2m1 codes minus 8, as in ``QuantizedWeight.values``."""
     return Blocks(_nibbles(blocks[..., 1:]) - 8, scales_of(blocks[..., :1]))
 
 
-# --- Blocks of 256: scales are integers times a scale of the block ----------------------------------------------------
+# --- Blocks of 256: a group's scale is an integer times the scale of its block ----------------------------------------
 
 
 def _q2_k(blocks: Tensor) -> Blocks:
@@ -133,7 +133,8 @@ def _iq4_xs(blocks: Tensor) -> Blocks:
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and offsets of Q4_K and Q5_K: eight of each, 6 bits wide, in 12 bytes after the block's two scales."""
+    """Scales and offsets of Q4_K and Q5_K: eight of each, in 6 bits, packed into the 12 bytes that follow the block's
+    two float16 factors."""
     scales, minima, rest = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     scales = torch.cat((scales & 63, rest & 15 | scales >> 2 & 48), -1)
     minima = torch.cat((minima & 63, rest >> 4 | minima >> 2 & 48), -1)
@@ -144,7 +145,7 @@ def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:
-    """The float16 at a byte offset of each block, ``[rows, blocks, 1]`` float32."""
+    """The float16 value at a byte offset of each block, ``[rows, blocks, 1]`` float32."""
     return blocks[..., start : start + 2].contiguous().view(torch.float16).float()
 
 
@@ -154,13 +155,13 @@ def _nibbles(bits: Tensor) -> Tensor:
 
 
 def _single_bits(bits: Tensor) -> Tensor:
-    """The bits of all bytes, from each byte's lowest to its highest."""
+    """The bits of all bytes, lowest bit of each byte first."""
     return _fields(bits, 1, 1)
 
 
 def _fields(bits: Tensor, run: int, width: int) -> Tensor:
-    """Integers of ``width`` bits, ``[..., 8 / width * bytes]`` int8: of every ``run`` bytes first all lowest bits, then
-    the next ones."""
+    """Unpack integers of ``width`` bits, ``[..., 8 / width * bytes]`` int8. Each run of ``run`` bytes yields the lowest
+    field of all its bytes, then the next field, and so on."""
     runs = bits.unflatten(-1, (-1, 1, run))
     shifts = torch.arange(0, 8, width, dtype=torch.uint8).unsqueeze(-1)
     fields: Tensor = runs >> shifts & (1 << width) - 1
@@ -186,4 +187,4 @@ READERS: dict[str, Callable[[Tensor], Blocks]] = {
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
 }
-"""Readers by type name. Each takes ``[rows, blocks, bytes]`` uint8."""
+"""Readers of blocks, ``[rows, blocks, bytes]`` uint8, by type name."""

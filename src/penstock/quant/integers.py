@@ -1,4 +1,4 @@
-"""Integers of checkpoints: packed into 32-bit words, with zero points, in an order of their own."""
+"""Quantized integers of checkpoints: packing into int32, zero points, and the order of inputs (act-order)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.ops import QuantizedWeight
 
 
 def pack_bits(values: Tensor, bits: int) -> Tensor:
-    """Pack unsigned integers densely, the first one in the lowest bits of the first word.
+    """Pack unsigned integers densely, the first one into the lowest bits of the first int32.
 
     Args:
         values: ``[rows, count]`` uint8, below ``2 ** bits``.
@@ -21,43 +21,43 @@ def pack_bits(values: Tensor, bits: int) -> Tensor:
         ``[rows, ceil(count * bits / 32)]`` int32.
     """
     rows, count = values.shape
-    words = -(-count * bits // 32)
+    columns = -(-count * bits // 32)
     values = pad(values, (0, -count % 8))
     if bits == 8:
-        parts = values
+        packed = values
     elif bits == 4:
-        parts = values[:, ::2] | values[:, 1::2] << 4
-    else:  # 8 values take as many bytes as each has bits
-        packed = (values.view(rows, -1, 8).long() << torch.arange(0, 8 * bits, bits)).sum(-1)
-        parts = (packed[:, :, None] >> torch.arange(0, 8 * bits, 8)).to(torch.uint8).flatten(1)
-    return pad(parts, (0, 4 * words - parts.shape[1])).flatten().contiguous().view(torch.int32).view(rows, words)
+        packed = values[:, ::2] | values[:, 1::2] << 4
+    else:  # 8 integers fill `bits` bytes
+        blocks = (values.view(rows, -1, 8).long() << torch.arange(0, 8 * bits, bits)).sum(-1)
+        packed = (blocks[:, :, None] >> torch.arange(0, 8 * bits, 8)).to(torch.uint8).flatten(1)
+    return pad(packed, (0, 4 * columns - packed.shape[1])).flatten().contiguous().view(torch.int32).view(rows, columns)
 
 
-def unpack_bits(words: Tensor, bits: int, count: int) -> Tensor:
-    """The inverse of ``pack_bits``: ``[rows, words]`` int32 to ``[rows, count]`` uint8."""
-    parts = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
+    """Undo ``pack_bits``: ``[rows, ceil(count * bits / 32)]`` int32 to ``[rows, count]`` uint8."""
+    packed = packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     if bits == 8:
-        return parts[:, :count]
+        return packed[:, :count]
     if bits == 4:
-        return torch.stack((parts & 15, parts >> 4), -1).flatten(1)[:, :count]
-    rows, eights = len(parts), -(-count // 8)
-    parts = pad(parts, (0, max(eights * bits - parts.shape[1], 0)))[:, : eights * bits]
-    packed = (parts.reshape(rows, eights, bits).long() << torch.arange(0, 8 * bits, 8)).sum(-1)
-    values: Tensor = (packed[:, :, None] >> torch.arange(0, 8 * bits, bits)) & (2**bits - 1)
+        return torch.stack((packed & 15, packed >> 4), -1).flatten(1)[:, :count]
+    rows, num_blocks = len(packed), -(-count // 8)  # 8 integers fill `bits` bytes
+    packed = pad(packed, (0, max(num_blocks * bits - packed.shape[1], 0)))[:, : num_blocks * bits]
+    blocks = (packed.reshape(rows, num_blocks, bits).long() << torch.arange(0, 8 * bits, 8)).sum(-1)
+    values: Tensor = (blocks[:, :, None] >> torch.arange(0, 8 * bits, bits)) & (2**bits - 1)
     return values.to(torch.uint8).flatten(1)[:, :count]
 
 
 def from_unsigned(
     values: Tensor, zeros: Tensor | None, scales: Tensor, bits: int, format: Format, order: Tensor | None = None
 ) -> QuantizedWeight:
-    """The matrix whose weights are ``(values - zeros) * scales``.
+    """Return the matrix whose weights are ``(values - zeros) * scales``.
 
     Args:
-        values: ``[out, in]`` uint8 below ``2 ** bits``, inputs as they come. It is overwritten.
-        zeros: ``[out, groups]`` uint8; None is ``2 ** (bits - 1)`` everywhere.
-        scales: ``[out, groups]``, of floating-point numbers.
-        format: ``asymmetric`` where there are zeros.
-        order: as of ``QuantizedWeight``.
+        values: ``[out, in]`` uint8 below ``2 ** bits``, with inputs in their original order. It is overwritten.
+        zeros: zero points, ``[out, groups]`` uint8; None: ``2 ** (bits - 1)`` for all groups.
+        scales: ``[out, groups]``, in a floating-point dtype.
+        format: format of the result, ``asymmetric`` if ``zeros`` is given.
+        order: see ``QuantizedWeight.order``.
     """
     half = 1 << (bits - 1)
     if order is not None:
@@ -69,14 +69,13 @@ def from_unsigned(
 
 
 def input_order(groups: Tensor, group_size: int, name: str) -> Tensor | None:
-    """The order in which a matrix's inputs lie group by group: ``[in]`` int64; None where they do so as they come.
+    """Return the order that sorts a matrix's inputs by group, ``[in]`` int64; None if they are sorted already.
 
     Args:
         groups: ``[in]``, the group of each input.
-        name: of the tensor.
+        name: name of the tensor, for errors.
 
-    Raises ``PenstockError`` (``invalid``) where a group has another size than ``group_size``, the last one than what
-    is left.
+    Raises ``PenstockError`` (``invalid``) unless each group has ``group_size`` inputs, the last one the remainder.
     """
     (inputs,), size = groups.shape, group_size or len(groups)
     groups = groups.long()
@@ -85,5 +84,5 @@ def input_order(groups: Tensor, group_size: int, name: str) -> Tensor | None:
         return None
     order = groups.argsort(stable=True)
     if not torch.equal(groups[order], expected):
-        raise invalid("model", f"tensor {name} does not give each group {size} inputs")
+        raise invalid("model", f"tensor {name} does not assign {size} inputs to each group")
     return order

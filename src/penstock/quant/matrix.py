@@ -1,4 +1,4 @@
-"""A matrix in its format."""
+"""Weight matrices that layers multiply by."""
 
 from __future__ import annotations
 
@@ -13,66 +13,66 @@ from penstock.ops import Ops
 
 
 class Matrix(Protocol):
-    """``[out, in]`` with a bias ``[out]`` or none. Methods write their result to ``out`` where it is given."""
+    """A weight matrix ``[out, in]`` with an optional bias ``[out]``. Methods write their result to ``out`` if given."""
 
     def linear(self, x: Tensor, out_float32: bool = False, out: Tensor | None = None) -> Tensor:
-        """``[tokens, in]`` to ``[tokens, out]``, in the model's dtype or, with ``out_float32``, in float32."""
+        """Multiply ``[tokens, in]``; returns ``[tokens, out]`` in the model's dtype, or float32 (``out_float32``)."""
         ...
 
     def linear_activation_and_mul(self, x: Tensor, function: str, out: Tensor | None = None) -> Tensor:
-        """``[tokens, in]`` to ``[tokens, out / 2]``: a function of the product's first half times its second half."""
+        """Multiply ``[tokens, in]``, then apply ``function`` to the first half of the outputs and multiply by the
+        second half; returns ``[tokens, out / 2]``."""
         ...
 
 
 class PackedMatrix:
-    """A ``Matrix`` that a backend has packed. Methods are the ops of the same name."""
+    """A ``Matrix`` in the packed layout of a backend. Methods are the ops of the same names."""
 
     def __init__(self, ops: Ops, packed: Any) -> None:
         self._ops = ops
         self.packed = packed
 
     def linear(self, x: Tensor, out_float32: bool = False, out: Tensor | None = None) -> Tensor:
-        """As ``Matrix.linear``."""
+        """See ``Matrix.linear``."""
         return self._ops.linear(x, self.packed, out_float32, out)
 
     def linear_activation_and_mul(self, x: Tensor, function: str, out: Tensor | None = None) -> Tensor:
-        """As ``Matrix.linear_activation_and_mul``."""
+        """See ``Matrix.linear_activation_and_mul``."""
         return self._ops.linear_activation_and_mul(x, self.packed, function, out)
 
     def argmax(self, x: Tensor, bitmask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """``[tokens, in]`` to the index of each row's largest output among those in ``bitmask``, ``[tokens]`` int64,
-        and that output, ``[tokens]`` float32."""
+        """Multiply ``[tokens, in]``; returns the index of each row's largest output among those allowed by
+        ``bitmask``, ``[tokens]`` int64, and that output, ``[tokens]`` float32."""
         return self._ops.argmax(x, self.packed, bitmask)
 
     def embedding(self, token_ids: Tensor, first: int = 0, out: Tensor | None = None) -> Tensor:
-        """``[tokens]`` int64 to those rows of the matrix, whose first is of the token ``first``: ``[tokens, in]``."""
+        """Return rows of ``[tokens]`` int64 as ``[tokens, in]``. The matrix's first row is that of token ``first``."""
         return self._ops.embedding(token_ids, self.packed, first, out)
 
 
 class StackedMatrix:
-    """A ``Matrix`` of several with one input, whose formats differ.
+    """A ``Matrix`` stacked from parts of different formats, which have the same input.
 
     Args:
-        outputs: of each part.
-
-    ``places`` are the first output of each part, and the end.
+        outputs: number of outputs of each part.
     """
 
     def __init__(self, ops: Ops, parts: Sequence[PackedMatrix], outputs: Sequence[int], dtype: torch.dtype) -> None:
         self._ops = ops
         self.parts = parts
-        self.places = list(pairwise(sum(outputs[:count]) for count in range(len(outputs) + 1)))
+        self.output_ranges = list(pairwise(sum(outputs[:count]) for count in range(len(outputs) + 1)))
+        """First output and end (exclusive) of each part."""
         self._dtype = dtype
 
     def linear(self, x: Tensor, out_float32: bool = False, out: Tensor | None = None) -> Tensor:
-        """As ``Matrix.linear``."""
+        """See ``Matrix.linear``."""
         if out is None:
             dtype = torch.float32 if out_float32 else self._dtype
-            out = self._ops.empty((x.shape[0], self.places[-1][1]), dtype, x.device)
-        for part, (first, end) in zip(self.parts, self.places, strict=True):
+            out = self._ops.empty((x.shape[0], self.output_ranges[-1][1]), dtype, x.device)
+        for part, (first, end) in zip(self.parts, self.output_ranges, strict=True):
             part.linear(x, out_float32, out[:, first:end])
         return out
 
     def linear_activation_and_mul(self, x: Tensor, function: str, out: Tensor | None = None) -> Tensor:
-        """As ``Matrix.linear_activation_and_mul``."""
+        """See ``Matrix.linear_activation_and_mul``."""
         return self._ops.activation_and_mul(self.linear(x), function, out)

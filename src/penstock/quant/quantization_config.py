@@ -1,4 +1,4 @@
-"""Finds the format of a quantized checkpoint by its ``quantization_config``."""
+"""Selection of a checkpoint format by ``quantization_config``."""
 
 from __future__ import annotations
 
@@ -25,20 +25,19 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], CheckpointFormat]] = {
     "bitsandbytes": BitsAndBytes,
     "mxfp4": MXFP4,
 }
-"""The format of each ``quant_method``."""
+"""Checkpoint format by ``quant_method``."""
 
 
 def read_quantization_config(config: Any) -> CheckpointFormat:
-    """The format that a ``quantization_config`` describes.
+    """Return the checkpoint format for the ``quantization_config`` of ``config.json``.
 
-    Raises ``PenstockError``: ``unsupported`` for a format, or a variant of it, that is not read; ``invalid`` where the
-    description is broken.
+    Raises ``PenstockError``: ``unsupported`` for an unsupported format or variant, ``invalid`` for malformed fields.
     """
     config = mapping(config, "quantization_config")
     method = config.get("quant_method")
     if method is None and (config.get("load_in_4bit") or config.get("load_in_8bit")):
-        method = "bitsandbytes"  # of transformers before 4.35
+        method = "bitsandbytes"  # transformers before 4.35 wrote no quant_method
     if not isinstance(method, str) or method not in METHODS:
-        words = f"checkpoints quantized as {method!r:.60} (quant_method) are not read; known are {', '.join(METHODS)}"
-        raise PenstockError(Code.UNSUPPORTED, words, "model")
+        message = f"unsupported quant_method {method!r:.60} in config.json; supported are {', '.join(METHODS)}"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
     return METHODS[method](config)

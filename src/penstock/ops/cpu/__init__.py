@@ -1,6 +1,6 @@
-"""The CPU backend: compiled kernels (``csrc/``), batch-invariant for one instruction set.
+"""The CPU backend: compiled kernels (``csrc/``), batch-invariant per instruction set.
 
-Kernels take addresses and sizes. These modules check what the kernels trust, and own the memory.
+Kernels take addresses and sizes. These modules check the arguments that kernels do not check, and own the memory.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ NAME = "cpu"
 BATCH_INVARIANT = True
 ASYNCHRONOUS = False
 NUMERICS = 6
-"""Version of the kernels' results: raised with every change that changes the bits of any of them."""
+"""Version of the kernels' results, raised with every change of their bits."""
 
 
 def fingerprint() -> str:
-    """Backend, instruction set and version of the kernels, which decide the bits of their results."""
+    """Backend, instruction set and version of the kernels, which determine the bits of their results."""
     return f"{NAME}-{_kernels.current()}-{NUMERICS}"

@@ -1,4 +1,4 @@
-"""Dtypes of the CPU kernels, by the numbers that the kernels know them by."""
+"""Dtypes of the CPU kernels, and their numbers in the kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 def dtype_code(dtype: torch.dtype) -> int:
-    """The kernels' number of a dtype. Raises ``PenstockError`` (``unsupported``) for a dtype without kernels."""
+    """Return the kernels' number of a dtype. Raises ``PenstockError`` (``unsupported``) for a dtype without kernels."""
     if dtype not in DTYPE_CODES:
         raise PenstockError(Code.UNSUPPORTED, f"{dtype} on a CPU; use bfloat16 or float32", "dtype")
     return DTYPE_CODES[dtype]

@@ -1,4 +1,4 @@
-"""Row-wise kernels: norms, rotary embedding, activations, factors, and rows by index."""
+"""Row-wise kernels: norms, rotary embedding, activations, scaling, and row selection."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ ACTIVATION_CODES = {name: code for code, name in enumerate((*ACTIVATIONS, *GATES
 
 
 def index_select(x: Tensor, rows: Tensor) -> Tensor:
-    """As ``reference.index_select``."""
+    """See ``reference.index_select``."""
     out = empty((rows.shape[0], *x.shape[1:]), x.dtype)
     x = contiguous(x)
     row_bytes = prod(x.shape[1:]) * x.element_size()
-    _kernels.take(x.data_ptr(), rows.data_ptr(), out.data_ptr(), rows.shape[0], row_bytes)
+    _kernels.index_select(x.data_ptr(), rows.data_ptr(), out.data_ptr(), rows.shape[0], row_bytes)
     return out
 
 
 def clone(x: Tensor) -> Tensor:
-    """As ``reference.clone``."""
+    """See ``reference.clone``."""
     x, out = contiguous(x), empty(x.shape, x.dtype)
     _kernels.copy(x.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1] * x.element_size())
     return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As ``reference.rms_norm``."""
+    """See ``reference.rms_norm``."""
     out = empty(x.shape, x.dtype)
     _norm(x, None, weight, out, eps)
     return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As ``reference.add_rms_norm``; ``residual`` is changed in place."""
+    """See ``reference.add_rms_norm``. ``residual`` is changed in place."""
     out = empty(x.shape, x.dtype)
     _norm(x, residual, weight, out, eps)
     return out, residual
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """As ``reference.layer_norm``."""
+    """See ``reference.layer_norm``."""
     out = empty(x.shape, x.dtype)
     _norm(x, None, weight, out, eps, centered=True, bias=bias)
     return out
 
 
 def add_residual(x: Tensor, residual: Tensor) -> Tensor:
-    """As ``reference.add_residual``; ``residual`` is changed in place."""
+    """See ``reference.add_residual``. ``residual`` is changed in place."""
     _norm(x, residual, None, None, 0.0)
     return residual
 
@@ -90,21 +90,21 @@ def _norm(
 
 
 def scale(x: Tensor, factor: float, cap: float = 0.0) -> Tensor:
-    """As ``reference.scale``."""
+    """See ``reference.scale``."""
     x, out = contiguous(x), empty(x.shape, x.dtype)
     _kernels.scale(x.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1], factor, cap, DTYPE_CODES[x.dtype])
     return out
 
 
 def to_float32(x: Tensor) -> Tensor:
-    """As ``reference.to_float32``."""
+    """See ``reference.to_float32``."""
     x, out = contiguous(x), empty(x.shape, torch.float32)
     _kernels.to_float32(x.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1], DTYPE_CODES[x.dtype])
     return out
 
 
 def rope(x: Tensor, positions: Tensor, table: Tensor, interleaved: bool = False) -> Tensor:
-    """As ``reference.rope``."""
+    """See ``reference.rope``."""
     tokens, heads, dim = x.shape
     out = empty((tokens, heads, dim), x.dtype)
     _kernels.rope(
@@ -124,18 +124,18 @@ def rope(x: Tensor, positions: Tensor, table: Tensor, interleaved: bool = False)
 
 
 def activation(x: Tensor, function: str, out: Tensor | None = None) -> Tensor:
-    """As ``reference.activation``."""
+    """See ``reference.activation``."""
     return _activate(x, x.shape[-1], function, out, gated=False)
 
 
 def activation_and_mul(gate_up: Tensor, function: str, out: Tensor | None = None) -> Tensor:
-    """As ``reference.activation_and_mul``, of two or three dimensions."""
+    """See ``reference.activation_and_mul``. ``gate_up`` has two or three dimensions."""
     return _activate(gate_up, gate_up.shape[-1] // 2, function, out, gated=True)
 
 
 def row_stride(x: Tensor) -> int:
-    """Elements from one row of ``[tokens, size]`` or ``[tokens, rows, size]`` to the next."""
-    return x.stride(0 if x.dim() == 2 or x.shape[1] == 1 else 1)  # a dimension of one row has any stride
+    """Elements between the rows of ``[tokens, size]`` or ``[tokens, rows, size]``."""
+    return x.stride(0 if x.dim() == 2 or x.shape[1] == 1 else 1)  # a dimension of size 1 may have any stride
 
 
 def _activate(x: Tensor, size: int, function: str, out: Tensor | None, gated: bool) -> Tensor:

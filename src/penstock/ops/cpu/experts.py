@@ -1,4 +1,4 @@
-"""Mixture of experts: the products of all tokens of a step with their own experts, in one call."""
+"""Mixture of experts: the products of all tokens with their experts in one call."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .. import _kernels
 from .dtypes import DTYPE_CODES
 from .elementwise import ACTIVATION_CODES, activation_and_mul, row_stride
 from .graph import contiguous, empty
-from .matrix import Matrix, rounded_input, without_activation_groups
+from .matrix import Matrix, unpermuted_input, without_activation_groups
 
 
 @dataclass(frozen=True)
 class Experts:
-    """As ``reference.Experts``."""
+    """See ``reference.Experts``."""
 
     matrices: Sequence[Matrix]
     """Owners of the memory that ``native`` points to."""
@@ -29,13 +29,12 @@ class Experts:
 
 
 def stack_experts(matrices: Sequence[Matrix], first: int = 0) -> Experts:
-    """As ``reference.stack_experts``. Raises ``PenstockError`` (``internal``) for matrices that differ in shape or
-    format, which the kernels take as one."""
-    if len({each.format.activation_groups for each in matrices}) > 1:  # some have an order of inputs, which excludes it
-        matrices = [without_activation_groups(each) for each in matrices]
-    kinds = {(each.outputs, each.inputs, each.dtype, each.format) for each in matrices}
-    if len(kinds) != 1:
-        raise PenstockError(Code.INTERNAL, "experts of a layer differ in shape or format")
+    """See ``reference.stack_experts``. Raises ``PenstockError`` (``internal``) for matrices of different shapes or
+    formats."""
+    if len({m.format.activation_groups for m in matrices}) > 1:  # False for those with permuted inputs
+        matrices = [without_activation_groups(matrix) for matrix in matrices]
+    if len({(m.outputs, m.inputs, m.dtype, m.format) for m in matrices}) != 1:
+        raise PenstockError(Code.INTERNAL, "the experts of a layer differ in shape or format")
     native = _kernels.Experts(first)
     for matrix in matrices:
         native.add(matrix.native)
@@ -43,7 +42,7 @@ def stack_experts(matrices: Sequence[Matrix], first: int = 0) -> Experts:
 
 
 def select_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """As ``reference.select_experts``."""
+    """See ``reference.select_experts``."""
     tokens, experts = logits.shape
     ids = empty((tokens, routing.top_k), torch.int64)
     weights = empty((tokens, routing.top_k), torch.float32)
@@ -67,37 +66,37 @@ def select_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None)
 
 
 def count_experts(ids: Tensor, counts: Tensor, num_tokens: Tensor | None = None) -> None:
-    """As ``reference.count_experts``. No batch has padding on CPUs, so that all tokens count."""
+    """See ``reference.count_experts``. Batches have no padding on CPUs, so all tokens are counted."""
     _kernels.count_experts(ids.data_ptr(), counts.data_ptr(), len(ids), ids.shape[1])
 
 
 def place_experts(ids: Tensor, places: Tensor) -> Tensor:
-    """As ``reference.place_experts``."""
+    """See ``reference.place_experts``."""
     out = empty(ids.shape, torch.int64)
     _kernels.place_experts(ids.data_ptr(), places.data_ptr(), out.data_ptr(), len(ids), ids.shape[1], places.shape[1])
     return out
 
 
 def experts_linear(x: Tensor, experts: Experts, ids: Tensor, out: Tensor | None = None) -> Tensor:
-    """As ``reference.experts_linear``."""
+    """See ``reference.experts_linear``."""
     out = empty((*ids.shape, experts.matrices[0].outputs), x.dtype) if out is None else out
-    return _products(_kernels.expert_products, x, experts, ids, out)
+    return _products(_kernels.experts_linear, x, experts, ids, out)
 
 
 def experts_activation_and_mul(
     x: Tensor, experts: Experts, ids: Tensor, function: str, out: Tensor | None = None
 ) -> Tensor:
-    """As ``reference.experts_activation_and_mul``; one kernel where each half has a multiple of 64 outputs."""
+    """See ``reference.experts_activation_and_mul``. A single kernel if each half has a multiple of 64 outputs."""
     size = experts.matrices[0].outputs // 2
     if size % _kernels.PANEL:
         return activation_and_mul(experts_linear(x, experts, ids), function, out)
     out = empty((*ids.shape, size), x.dtype) if out is None else out
-    return _products(_kernels.gated_expert_products, x, experts, ids, out, function)
+    return _products(_kernels.experts_activation_and_mul, x, experts, ids, out, function)
 
 
 def _products(kernel: Any, x: Tensor, experts: Experts, ids: Tensor, out: Tensor, function: str = "silu") -> Tensor:
     ids, top_k = contiguous(ids), ids.shape[1]
-    _tensors, addresses = rounded_input(contiguous(x), experts.matrices[0])
+    _tensors, addresses = unpermuted_input(contiguous(x), experts.matrices[0])
     kernel(
         *addresses,
         experts.native,
@@ -116,7 +115,7 @@ def _products(kernel: Any, x: Tensor, experts: Experts, ids: Tensor, out: Tensor
 def combine_experts(
     x: Tensor, weights: Tensor, shared: Tensor | None = None, gate: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """As ``reference.combine_experts``."""
+    """See ``reference.combine_experts``."""
     tokens, top_k, size = x.shape
     out = empty((tokens, size), x.dtype) if out is None else out
     _kernels.combine(

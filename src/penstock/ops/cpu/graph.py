@@ -1,9 +1,9 @@
-"""Captured graphs: a step of kernel calls, captured once and replayed by one native call for any number of tokens.
+"""Captured graphs: the kernel calls of a step, recorded once and replayed by one native call for any number of tokens.
 
-A model's step makes some hundred kernel calls whose arguments are the same in every step but for the number of rows. So
-the step runs once over buffers large enough for every step, while the kernels note their arguments in place of
-computing. A replay copies the batch into those buffers and runs the calls. It is the idea of CUDA graphs, without one
-graph for each batch size.
+A model's step makes hundreds of kernel calls whose arguments differ between steps only in the number of rows. So the
+step runs once over buffers for the largest batch while the kernels record their arguments instead of computing. A
+replay copies the batch into those buffers and runs the calls. This is like CUDA graphs, but without one graph per batch
+size.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from .. import _kernels, pages
 from ..batch import CPU, AttentionMetadata, Batch, CaptureOptions, ForwardFn
 
 MAX_CAPTURED_TOKENS = 4096
-"""Tokens of the largest batch that a graph has buffers for."""
+"""Number of tokens of the largest batch that a graph has buffers for."""
 _capturing = threading.local()
 
 
 class Arena:
-    """Memory of a graph's intermediate results. A buffer that nothing refers to any more while the graph is captured
-    is reused by later calls, because a replay makes the calls in the same order."""
+    """Memory of a graph's intermediate results. A buffer that is unreferenced during capture is reused by later calls,
+    as replays make the calls in the same order."""
 
     def __init__(self) -> None:
         self.buffers: list[np.ndarray] = []
         self._free: dict[int, list[np.ndarray]] = defaultdict(list)
 
     def allocate(self, size: int) -> np.ndarray:
-        """``[size]`` uint8, which returns to the arena when its last reference goes."""
+        """Allocate ``[size]`` uint8, which returns to the arena when its last reference is dropped."""
         size = max(size, 1)
         if self._free[size]:
             memory = self._free[size].pop()
         else:
-            memory = pages.zeros(size).numpy()  # pages that no step writes to take no memory
+            memory = pages.zeros(size).numpy()  # pages that are never written use no memory
             self.buffers.append(memory)
         view = memory[:]
         weakref.finalize(view, self._free[size].append, memory)
@@ -49,18 +49,18 @@ class Arena:
 
 
 def current_arena() -> Arena | None:
-    """Of the graph that this thread captures; None where it captures none."""
+    """Return the arena of the graph that this thread captures; None if it captures none."""
     arena: Arena | None = getattr(_capturing, "arena", None)
     return arena
 
 
 def is_capturing() -> bool:
-    """As ``reference.is_capturing``."""
+    """See ``reference.is_capturing``."""
     return current_arena() is not None
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
-    """As ``reference.empty``; in the arena while this thread captures a graph."""
+    """See ``reference.empty``. While this thread captures a graph, memory is allocated from its arena."""
     arena = current_arena()
     if arena is None:
         return torch.empty(shape, dtype=dtype)
@@ -69,10 +69,10 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device = CPU) 
 
 
 def contiguous(x: Tensor) -> Tensor:
-    """As ``Tensor.contiguous``. Raises ``RuntimeError`` where a captured step would have to copy: graphs hold kernel
-    calls only, and PyTorch's copy would be missing from the replay."""
+    """Like ``Tensor.contiguous``. Raises ``RuntimeError`` if a captured step would have to copy: graphs contain only
+    kernel calls, so the replay would lack PyTorch's copy."""
     if not x.is_contiguous() and current_arena() is not None:
-        raise RuntimeError("a captured step must not copy tensors that are not contiguous")
+        raise RuntimeError("a captured step cannot make a tensor contiguous")
     return x.contiguous()
 
 
@@ -86,7 +86,7 @@ def _allocating_from(arena: Arena) -> Iterator[None]:
 
 
 class CapturedGraph:
-    """A forward pass as one native call; arguments as for ``capture``."""
+    """A forward pass as one native call. See ``capture`` for the arguments."""
 
     def __init__(self, forward: ForwardFn, options: CaptureOptions) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -113,8 +113,8 @@ class CapturedGraph:
             hidden_states=None if hidden_states is None else hidden_states[:max_tokens],
             export_places=zeros(max_tokens),
         )
-        self._exported = max_tokens  # of ``export_places`` as many may not be -1
-        self._native, self._arena = _kernels.Tape(), Arena()
+        self._exported = max_tokens  # number of leading entries of export_places that may not be -1
+        self._native, self._arena = _kernels.Graph(), Arena()
         with _allocating_from(self._arena):
             self._native.record()
             try:
@@ -124,60 +124,57 @@ class CapturedGraph:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the memory that a step computes in."""
+        """Size of the graph's intermediate results in bytes."""
         return sum(memory.nbytes for memory in self._arena.buffers)
 
     def __call__(self, batch: Batch) -> Tensor:
         tokens, rows = batch.token_ids.shape[0], batch.logits_indices.shape[0]
         if tokens > self._max_tokens or batch.slot_copies:
             return self._forward(batch)
-        own = self._batch
-        own.token_ids[:tokens] = batch.token_ids
-        own.positions[:tokens] = batch.positions
-        own.slot_mapping[:tokens] = batch.slot_mapping
-        own.logits_indices[:rows] = batch.logits_indices
-        for mine, given in (
-            (own.lora_slots, batch.lora_slots),
-            (own.logits_lora_slots, batch.logits_lora_slots),
-            (own.hidden_states, batch.hidden_states),
+        buffers = self._batch
+        buffers.token_ids[:tokens] = batch.token_ids
+        buffers.positions[:tokens] = batch.positions
+        buffers.slot_mapping[:tokens] = batch.slot_mapping
+        buffers.logits_indices[:rows] = batch.logits_indices
+        for buffer, source in (
+            (buffers.lora_slots, batch.lora_slots),
+            (buffers.logits_lora_slots, batch.logits_lora_slots),
+            (buffers.hidden_states, batch.hidden_states),
         ):
-            if mine is not None and given is not None:
-                mine[: len(given)] = given
+            if buffer is not None and source is not None:
+                buffer[: len(source)] = source
         self._set_export_places(batch.export_places)
-        sequences, logits_sequences = (
-            _copy_metadata(mine, given)
-            for mine, given in ((own.attention, batch.attention), (own.logits_attention, batch.logits_attention))
-        )
+        sequences = _copy_metadata(buffers.attention, batch.attention)
+        logits_sequences = _copy_metadata(buffers.logits_attention, batch.logits_attention)
         self._native.run(tokens, sequences, rows, logits_sequences)
-        batch.aux_hidden_states = tuple(states[:tokens] for states in own.aux_hidden_states)
+        batch.aux_hidden_states = tuple(states[:tokens] for states in buffers.aux_hidden_states)
         return self._out[:rows]
 
-    def _set_export_places(self, given: Tensor | None) -> None:
-        own = self._batch.export_places
-        assert own is not None
+    def _set_export_places(self, places: Tensor | None) -> None:
+        buffer = self._batch.export_places
+        assert buffer is not None
         if self._exported:
-            own[: self._exported] = -1
-        self._exported = 0 if given is None else len(given)
-        if given is not None:
-            own[: self._exported] = given
+            buffer[: self._exported] = -1
+        self._exported = 0 if places is None else len(places)
+        if places is not None:
+            buffer[: self._exported] = places
 
 
-def _copy_metadata(own: AttentionMetadata, given: AttentionMetadata) -> int:
-    """Copy into the graph's buffers; returns the number of sequences."""
-    sequences, blocks = given.block_tables.shape
-    own.query_start_loc[: sequences + 1] = given.query_start_loc
-    own.seq_lens[:sequences] = given.seq_lens
-    own.block_tables[:sequences, :blocks] = given.block_tables
-    if own.key_ends is not None and given.key_ends is not None:
-        own.key_ends[: len(given.key_ends)] = given.key_ends
+def _copy_metadata(buffers: AttentionMetadata, source: AttentionMetadata) -> int:
+    """Copy metadata into the graph's buffers. Returns the number of sequences."""
+    sequences, blocks = source.block_tables.shape
+    buffers.query_start_loc[: sequences + 1] = source.query_start_loc
+    buffers.seq_lens[:sequences] = source.seq_lens
+    buffers.block_tables[:sequences, :blocks] = source.block_tables
+    if buffers.key_ends is not None and source.key_ends is not None:
+        buffers.key_ends[: len(source.key_ends)] = source.key_ends
     return sequences
 
 
 def capture(forward: ForwardFn, options: CaptureOptions) -> ForwardFn:
-    """As ``reference.capture``. A batch of more than ``MAX_CAPTURED_TOKENS`` tokens runs call by call.
+    """See ``reference.capture``. A batch of more than ``MAX_CAPTURED_TOKENS`` tokens runs without the graph.
 
-    Limits PyTorch to one thread from now on: its threads spin for a while after each call, on cores that the kernels
-    then lack.
+    Limits PyTorch to one thread from now on: its threads spin after each call, on cores that the kernels then lack.
     """
     torch.set_num_threads(1)
     return CapturedGraph(forward, options)

@@ -21,42 +21,42 @@ from .graph import empty
 
 @dataclass(frozen=True)
 class LayerCache:
-    """Keys and values of one layer."""
+    """KV cache of one layer."""
 
     data: Tensor
-    """``[blocks, bytes]`` uint8, in the kernels' own layout."""
+    """``[blocks, bytes]`` uint8, in the layout of the kernels."""
     spec: KVSpec
 
 
 def new_kv_cache(specs: Sequence[KVSpec], blocks: int, device: torch.device) -> list[LayerCache]:
-    """As ``reference.new_kv_cache``. Raises ``PenstockError`` where the kernels know no such blocks, heads or dtype."""
+    """See ``reference.new_kv_cache``. Raises ``PenstockError`` for block sizes, head sizes and dtypes without kernels."""
     for spec in specs:
         dtype_code(getattr(torch, spec.dtype))
         if spec.block_size % 16 or spec.block_size > _kernels.MAX_BLOCK:
             raise invalid("block_size", f"must be a multiple of 16, at most {_kernels.MAX_BLOCK}", _kernels.MAX_BLOCK)
         if spec.quantization not in ("", "int8"):
-            words = f"a KV cache in {spec.quantization} is not supported on CPUs; int8 takes as little memory"
-            raise PenstockError(Code.UNSUPPORTED, words, "kv_cache_dtype")
+            message = f"a KV cache in {spec.quantization} is not supported on CPUs; int8 uses the same amount of memory"
+            raise PenstockError(Code.UNSUPPORTED, message, "kv_cache_dtype")
         if spec.latent:
             _check_latent(spec)
         elif spec.head_dim % 16 or spec.head_dim > _kernels.MAX_HEAD:
-            words = f"head_dim {spec.head_dim}; supported are multiples of 16 up to {_kernels.MAX_HEAD}"
-            raise PenstockError(Code.UNSUPPORTED, words, "model")
+            message = f"head_dim {spec.head_dim}; supported are multiples of 16 up to {_kernels.MAX_HEAD}"
+            raise PenstockError(Code.UNSUPPORTED, message, "model")
     return [LayerCache(pages.zeros(blocks * s.bytes_per_block).view(blocks, s.bytes_per_block), s) for s in specs]
 
 
 def _check_latent(spec: KVSpec) -> None:
-    largest = _kernels.MAX_LATENT, _kernels.MAX_LATENT_KEY
-    if spec.latent % 16 or spec.head_dim % 16 or spec.latent > largest[0] or spec.head_dim > largest[1]:
-        words = (
-            f"latent vectors of {spec.latent} numbers, {spec.head_dim} with the rotary key; supported are multiples of "
-            f"16 up to {largest[0]} and {largest[1]}"
+    max_latent, max_key = _kernels.MAX_LATENT, _kernels.MAX_LATENT_KEY
+    if spec.latent % 16 or spec.head_dim % 16 or spec.latent > max_latent or spec.head_dim > max_key:
+        message = (
+            f"latent vectors of size {spec.latent}, {spec.head_dim} with the rotary key; supported are multiples of 16 "
+            f"up to {max_latent} and {max_key}"
         )
-        raise PenstockError(Code.UNSUPPORTED, words, "model")
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
 
 
 def store_kv(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-    """As ``reference.store_kv``."""
+    """See ``reference.store_kv``."""
     spec = cache.spec
     _kernels.store(
         k.data_ptr(),
@@ -85,7 +85,7 @@ def rope_and_store(
     norms: QKNorms | None = None,
     interleaved: bool = False,
 ) -> Tensor:
-    """As ``reference.rope_and_store``, in kernels that a captured graph runs together for a few tokens at a time."""
+    """See ``reference.rope_and_store``. In a captured graph, its kernels run together on a few tokens at a time."""
     if norms:
         q, k = rms_norm(q, norms.q_weight, norms.eps), rms_norm(k, norms.k_weight, norms.eps)
     q, k = rope(q, positions, table, interleaved), rope(k, positions, table, interleaved)
@@ -96,7 +96,7 @@ def rope_and_store(
 def attention(
     q: Tensor, cache: LayerCache, metadata: AttentionMetadata, options: AttentionOptions, out: Tensor | None = None
 ) -> Tensor:
-    """As ``reference.attention``; over a latent cache ``[tokens, heads * latent]``."""
+    """See ``reference.attention``. Returns ``[tokens, heads * latent]`` for a latent cache."""
     spec, heads = cache.spec, q.shape[1]
     out = empty((q.shape[0], heads * (spec.latent or spec.head_dim)), q.dtype) if out is None else out
     _kernels.attention(
@@ -135,16 +135,16 @@ def export_kv(
     layout: TransferLayout,
     progress: Tensor | None = None,
 ) -> None:
-    """As ``reference.export_kv``."""
-    _exchange(_kernels.export_kv, cache, slot_mapping, buffer, places, layout, progress)
+    """See ``reference.export_kv``."""
+    _transfer(_kernels.export_kv, cache, slot_mapping, buffer, places, layout, progress)
 
 
 def import_kv(cache: LayerCache, slot_mapping: Tensor, buffer: Tensor, places: Tensor, layout: TransferLayout) -> None:
-    """As ``reference.import_kv``."""
-    _exchange(_kernels.import_kv, cache, slot_mapping, buffer, places, layout, None)
+    """See ``reference.import_kv``."""
+    _transfer(_kernels.import_kv, cache, slot_mapping, buffer, places, layout, None)
 
 
-def _exchange(
+def _transfer(
     kernel: Callable[..., None],
     cache: LayerCache,
     slot_mapping: Tensor,
@@ -179,7 +179,7 @@ def _exchange(
 
 
 def copy_slots(cache: LayerCache, sources: Tensor, targets: Tensor) -> None:
-    """As ``reference.copy_slots``, by way of a transfer buffer of one slot."""
+    """See ``reference.copy_slots``. Copies through a transfer buffer of one slot."""
     spec, count = cache.spec, len(sources)
     size = count * spec.bytes_per_token
     layout = TransferLayout(count, size, 0, spec.kv_heads, spec.bytes_per_vector, vectors=spec.vectors)
@@ -189,9 +189,9 @@ def copy_slots(cache: LayerCache, sources: Tensor, targets: Tensor) -> None:
 
 
 def copy_blocks(source: list[LayerCache], target: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
-    """As ``reference.copy_blocks``."""
+    """See ``reference.copy_blocks``."""
     if not pairs:
         return
-    origins, goals = (list(blocks) for blocks in zip(*pairs, strict=True))
+    sources, targets = (list(blocks) for blocks in zip(*pairs, strict=True))
     for layer, other in zip(source, target, strict=True):
-        other.data[goals] = layer.data[origins]
+        other.data[targets] = layer.data[sources]

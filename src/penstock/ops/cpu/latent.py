@@ -1,4 +1,4 @@
-"""Latent attention: heads by matrices of their own, and the latent KV cache."""
+"""Multi-head latent attention (MLA): products with a separate matrix per head, and the latent KV cache."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from .matrix import Matrix, pack
 
 @dataclass(frozen=True)
 class HeadMatrices:
-    """A matrix ``[out, in]`` of each head."""
+    """A separate matrix ``[out, in]`` per head."""
 
     stacked: Matrix
-    """Each head's in whole panels."""
+    """Stacked matrices, each padded to whole panels."""
     heads: int
     outputs: int
 
 
 def pack_by_head(weight: Tensor) -> HeadMatrices:
-    """As ``reference.pack_by_head``."""
+    """See ``reference.pack_by_head``."""
     heads, outputs, _ = weight.shape
     stacked = pad(weight, (0, 0, 0, -outputs % _kernels.PANEL)).flatten(0, 1)
     return HeadMatrices(pack([stacked]), heads, outputs)
 
 
 def linear_by_head(x: Tensor, matrices: HeadMatrices, out: Tensor | None = None) -> Tensor:
-    """As ``reference.linear_by_head``."""
+    """See ``reference.linear_by_head``."""
     tokens, heads, _ = x.shape
     out = empty((tokens, heads, matrices.outputs), x.dtype) if out is None else out
     assert heads == matrices.heads and x.stride(2) == out.stride(2) == 1
-    _kernels.by_head(
+    _kernels.linear_by_head(
         x.data_ptr(),
         matrices.stacked.native,
         out.data_ptr(),
@@ -63,7 +63,7 @@ def latent_rope_and_store(
     interleaved: bool,
     out: Tensor,
 ) -> None:
-    """As ``reference.latent_rope_and_store``."""
+    """See ``reference.latent_rope_and_store``."""
     spec, (tokens, heads, rope_dim) = cache.spec, q.shape
     assert q.stride(2) == k.stride(1) == latent.stride(1) == out.stride(2) == 1
     _kernels.latent_store(
@@ -93,7 +93,7 @@ def latent_rope_and_store(
 
 
 def latent_attention(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, scale: float, latent: int) -> Tensor:
-    """As ``reference.latent_attention``."""
+    """See ``reference.latent_attention``."""
     assert q.is_contiguous() and latent == cache.spec.latent
     attended: Tensor = attention(q, cache, metadata, AttentionOptions(scale)).unflatten(1, (-1, latent))
     return attended

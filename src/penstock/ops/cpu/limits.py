@@ -1,4 +1,4 @@
-"""Threads of the kernels, and the memory bandwidth and arithmetic rates that bound them on this machine."""
+"""Number of threads of the kernels, and measured limits of this machine: memory bandwidth and arithmetic rates."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from ..cores import usable_cores
 
 
 def set_threads(count: int) -> None:
-    """Set the number of threads that share a kernel's work; 0 is all usable cores. Results do not depend on it."""
+    """Set the number of threads of the kernels; 0: all usable cores. Results do not depend on it."""
     _kernels.set_threads(count or usable_cores())
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Rates of this machine's hardware, of all threads together."""
+    """Hardware limits of this machine with all threads."""
 
     read: float
-    """Memory read bandwidth, bytes a second."""
+    """Memory read bandwidth in bytes per second."""
     bfloat16: float
-    """Multiply-adds of bfloat16 a second, counted as two operations each."""
+    """bfloat16 operations per second; a multiply-add is two operations."""
     int8: float
-    """Multiply-adds of 8-bit integers a second, counted as two operations each."""
+    """8-bit integer operations per second; a multiply-add is two operations."""
 
 
 def measure_limits(size: int = 2**29) -> Limits:

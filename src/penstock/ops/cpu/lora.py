@@ -1,4 +1,4 @@
-"""LoRA: rows of one adapter are multiplied together, wherever they are in the batch."""
+"""LoRA: rows of the same adapter are multiplied together, wherever they are in the batch."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .matrix import Matrix, pack
 
 @dataclass(frozen=True)
 class PackedLoRA:
-    """One adapter's weights for one layer."""
+    """Weights of an adapter for one layer."""
 
     a: Matrix
-    """The ``a`` of all parts, one after the other."""
+    """The stacked ``a`` of all parts."""
     b: tuple[Matrix, ...]
     parts: tuple[tuple[int, float], ...]
-    """Offset and scaling of each."""
+    """Offset and scaling of each part."""
 
 
 @dataclass(frozen=True)
 class LoRASlots:
-    """The adapters of one layer, by slot."""
+    """Adapters of a layer by slot."""
 
     native: Any
     packed: dict[int, PackedLoRA]
@@ -38,18 +38,18 @@ class LoRASlots:
 def new_lora_slots(
     slots: int, inputs: int, outputs: int, max_rank: int, dtype: torch.dtype, device: torch.device
 ) -> LoRASlots:
-    """As ``reference.new_lora_slots``."""
+    """See ``reference.new_lora_slots``."""
     return LoRASlots(_kernels.Adapters(slots), {})
 
 
 def pack_lora(parts: Sequence[LoRAWeights]) -> PackedLoRA:
-    """As ``reference.pack_lora``."""
+    """See ``reference.pack_lora``."""
     a = pack([torch.cat([part.a for part in parts])])
     return PackedLoRA(a, tuple(pack([part.b]) for part in parts), tuple((part.offset, part.scaling) for part in parts))
 
 
 def set_lora(slots: LoRASlots, slot: int, packed: PackedLoRA | None) -> None:
-    """As ``reference.set_lora``."""
+    """See ``reference.set_lora``."""
     slots.native.clear(slot)
     slots.packed.pop(slot, None)
     if packed is not None:
@@ -60,7 +60,7 @@ def set_lora(slots: LoRASlots, slot: int, packed: PackedLoRA | None) -> None:
 
 
 def add_lora(out: Tensor, x: Tensor, slots: LoRASlots, row_slots: Tensor) -> Tensor:
-    """As ``reference.add_lora``; ``out`` is changed in place."""
+    """See ``reference.add_lora``. ``out`` is changed in place."""
     x = contiguous(x)
-    _kernels.add_low_rank(x.data_ptr(), out.data_ptr(), slots.native, row_slots.data_ptr(), len(out), out.stride(0))
+    _kernels.add_lora(x.data_ptr(), out.data_ptr(), slots.native, row_slots.data_ptr(), len(out), out.stride(0))
     return out

@@ -1,4 +1,4 @@
-"""Matrices packed for the CPU kernels, and the products with them."""
+"""Matrices packed for the CPU kernels, and products with them."""
 
 from __future__ import annotations
 
@@ -22,46 +22,46 @@ from .elementwise import ACTIVATION_CODES, activation_and_mul
 from .graph import contiguous, empty
 
 LAYOUT = "cpu-3"
-"""Version of the packed layout, which is the same for every instruction set."""
+"""Version of the packed layout, which is the same for all instruction sets."""
 FORMAT_CODES = {(0, 0): 0, (8, 8): 1, (4, 8): 2, (8, 0): 3, (4, 0): 4}
-"""The kernels' number of a format, by ``bits`` and ``activation_bits``."""
+"""Number of a format in the kernels, by ``bits`` and ``activation_bits``."""
 MXFP4_CODE = 5
 GROUP_TYPES = {torch.float32: 0, torch.float16: 1, torch.int8: 2}
-"""The kernels' number of a dtype of scales and offsets."""
+"""Number of a dtype of scales and offsets in the kernels."""
 
 
 @dataclass(eq=False)
 class Matrix:
-    """A matrix ``[out, in]`` in panels of 64 outputs, with a bias ``[out]`` or none."""
+    """A matrix ``[out, in]`` in panels of 64 outputs, with an optional bias ``[out]``."""
 
     native: Any
     tensors: dict[str, Tensor]
-    """Owners of the memory that ``native`` points to: ``values``, and where there are any ``scales``, ``offsets``,
+    """Owners of the memory that ``native`` points to: ``values``, and if present ``scales``, ``offsets``,
     ``output_scales``, ``order`` and ``bias``."""
     outputs: int
     inputs: int
     dtype: torch.dtype
-    """Dtype of products and embeddings, whatever the format."""
+    """Dtype of products and embeddings, for all formats."""
     format: Format
     sketch: Any = None
-    """State of ``argmax``: None until it is first called, False where a sketch does not pay."""
+    """State of ``argmax``: None before the first call, False if there is no sketch."""
 
 
 @dataclass(frozen=True)
 class QuantizedRows:
-    """Activations in 8 bits: ``[tokens, in]`` is ``values * scales[:, None]``."""
+    """Activations in 8 bits, ``[tokens, in]``: ``values * scales[:, None]``."""
 
     values: Tensor
     """``[tokens, in]`` int8, padded with zeros to a multiple of 8."""
     scales: Tensor
-    """``[tokens]`` float32, or with ``activation_groups`` ``[tokens, groups]``."""
+    """``[tokens]`` float32; ``[tokens, groups]`` with ``activation_groups``."""
     sums: Tensor
-    """``[tokens, groups]`` int32: sums of each group's values; with integer scales ``[tokens, groups + 1]``, the last
-    being the sum of the whole row."""
+    """``[tokens, groups]`` int32: sum of each group's values; with integer scales ``[tokens, groups + 1]``, the last
+    being the sum of the row."""
 
 
 def pack(parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = UNQUANTIZED) -> Matrix:
-    """As ``reference.pack``. Parts are packed in place where each but the last has a multiple of 64 rows."""
+    """See ``reference.pack``. Parts are not copied if all but the last have a multiple of 64 rows."""
     if any(part.shape[0] % _kernels.PANEL for part in parts[:-1]):
         parts = [torch.cat(list(parts))]
     dtype, inputs = parts[0].dtype, parts[0].shape[1]
@@ -69,7 +69,7 @@ def pack(parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = U
     matrix = make_matrix(new_tensors(inputs, outputs, dtype, format), inputs, outputs, dtype, bias, format)
     first = 0
     for part in parts:
-        part = part.contiguous()  # bound to a name, so that it lives until it is packed
+        part = part.contiguous()  # kept alive until it is packed
         _kernels.pack(part.data_ptr(), matrix.native, first, part.shape[0])
         first += part.shape[0]
     if format.bits == 4 and not format.integer_scales and fits_half(matrix.tensors["scales"]):
@@ -79,13 +79,13 @@ def pack(parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = U
 
 
 def pack_quantized(parts: Sequence[QuantizedWeight], dtype: torch.dtype, bias: Tensor | None = None) -> Matrix:
-    """As ``reference.pack_quantized``."""
+    """See ``reference.pack_quantized``."""
     values, format, order = torch.cat([part.values for part in parts]), parts[0].format, parts[0].order
     outputs, inputs = values.shape
     tensors = new_tensors(inputs, outputs, dtype, format)
-    tensors["scales"] = _by_panels([part.scales for part in parts])
+    tensors["scales"] = _pack_groups([part.scales for part in parts])
     if format.asymmetric:
-        tensors["offsets"] = _by_panels([part.offsets for part in parts if part.offsets is not None])
+        tensors["offsets"] = _pack_groups([part.offsets for part in parts if part.offsets is not None])
     if order is not None:
         tensors["order"] = order.to(torch.int32)
     matrix = make_matrix(tensors, inputs, outputs, dtype, bias, format)
@@ -93,9 +93,9 @@ def pack_quantized(parts: Sequence[QuantizedWeight], dtype: torch.dtype, bias: T
     return matrix
 
 
-def _by_panels(parts: Sequence[Tensor]) -> Tensor:
-    """``[out, groups]``, stacked, as ``[panels, groups, 64]``, flat, and filled up with zeros: in float16 where that
-    has them all exactly, in its normal range."""
+def _pack_groups(parts: Sequence[Tensor]) -> Tensor:
+    """Stack ``[out, groups]`` and reorder to ``[panels, groups, 64]``, flattened and zero-padded; in float16 if all
+    values are representable as zero or normal numbers."""
     groups = torch.cat(list(parts))
     groups = groups.half() if fits_half(groups) else groups
     padded = pad(groups, (0, 0, 0, -len(groups) % _kernels.PANEL))
@@ -103,7 +103,7 @@ def _by_panels(parts: Sequence[Tensor]) -> Tensor:
 
 
 def supports(format: Format, dtype: torch.dtype) -> bool:
-    """As ``reference.supports``."""
+    """See ``reference.supports``."""
     dtypes = DTYPE_CODES if format.activation_bits else (torch.bfloat16,)
     if format.integer_scales or (format.floating and (not format.is_mxfp4 or format.activation_bits)):
         return False
@@ -111,26 +111,26 @@ def supports(format: Format, dtype: torch.dtype) -> bool:
 
 
 def packed_tensors(matrix: Matrix) -> dict[str, Tensor]:
-    """As ``reference.packed_tensors``."""
+    """See ``reference.packed_tensors``."""
     return {name: tensor for name, tensor in matrix.tensors.items() if name != "bias"}
 
 
 def from_packed(
     tensors: Mapping[str, Tensor], inputs: int, outputs: int, dtype: torch.dtype, bias: Tensor | None, format: Format
 ) -> Matrix:
-    """As ``reference.from_packed``. Raises ``PenstockError`` (``internal``) for tensors of another size or dtype."""
+    """See ``reference.from_packed``. Raises ``PenstockError`` (``internal``) for tensors of another size or dtype."""
     return make_matrix(tensors, inputs, outputs, dtype, bias, format)
 
 
 def packed_sizes(inputs: int, outputs: int, dtype: torch.dtype, format: Format) -> dict[str, tuple[int, torch.dtype]]:
-    """Sizes and dtypes of packed tensors, but for ``order``. Scales and offsets may be float16, too.
+    """Return sizes and dtypes of packed tensors except ``order``. Scales and offsets may be float16, too.
 
-    Raises ``PenstockError`` (``unsupported``) for what there are no kernels for.
+    Raises ``PenstockError`` (``unsupported``) for formats and dtypes without kernels.
     """
     if format.floating and not format.is_mxfp4:
-        raise PenstockError(Code.UNSUPPORTED, "fp8 needs an NVIDIA GPU of compute capability 8.9", "quantization")
+        raise PenstockError(Code.UNSUPPORTED, "fp8 requires an NVIDIA GPU of compute capability 8.9", "quantization")
     if format.bits and not format.activation_bits and dtype is not torch.bfloat16:
-        raise PenstockError(Code.UNSUPPORTED, "weight-only quantization computes in bfloat16", "quantization")
+        raise PenstockError(Code.UNSUPPORTED, "weight-only quantization requires bfloat16", "quantization")
     panels = -(-outputs // _kernels.PANEL)
     sizes = {"values": (panels * _native({}, inputs, outputs, dtype, format).panel_bytes, torch.uint8)}
     if format.bits:
@@ -144,7 +144,7 @@ def packed_sizes(inputs: int, outputs: int, dtype: torch.dtype, format: Format) 
 
 
 def new_tensors(inputs: int, outputs: int, dtype: torch.dtype, format: Format) -> dict[str, Tensor]:
-    """Packed tensors of zeros, which the caller fills."""
+    """Allocate zeroed packed tensors, for the caller to fill."""
     return {
         name: pages.zeros(size, huge=True) if name == "values" else torch.zeros(size, dtype=kind)
         for name, (size, kind) in packed_sizes(inputs, outputs, dtype, format).items()
@@ -159,8 +159,8 @@ def make_matrix(
     bias: Tensor | None,
     format: Format,
 ) -> Matrix:
-    """A matrix over packed tensors. Raises ``PenstockError`` (``internal``) for tensors of another size or dtype, which
-    kernels would read past their end."""
+    """Create a matrix from packed tensors. Raises ``PenstockError`` (``internal``) for tensors of another size or
+    dtype, as kernels do not check bounds."""
     expected = packed_sizes(inputs, outputs, dtype, format)
     if (order := packed.get("order")) is not None:
         expected["order"] = inputs, torch.int32
@@ -168,17 +168,17 @@ def make_matrix(
         if packed[name].dtype is torch.float16 and not format.integer_scales:
             expected[name] = expected[name][0], torch.float16
     if {name: (tensor.numel(), tensor.dtype) for name, tensor in packed.items()} != expected:
-        raise PenstockError(Code.INTERNAL, "packed weights have another size")
+        raise PenstockError(Code.INTERNAL, "packed weights have an unexpected size or dtype")
     if order is not None and not torch.equal(order.sort().values, torch.arange(inputs)):
-        raise PenstockError(Code.INTERNAL, "the order of packed weights is none of their inputs")
-    if order is not None:  # experts' activations are quantized before they are reordered: groups would not match
+        raise PenstockError(Code.INTERNAL, "the order of packed weights is not a permutation of their inputs")
+    if order is not None:  # activations of experts are quantized before the permutation: groups would not match
         format = replace(format, activation_groups=False)
     tensors = dict(packed) | ({} if bias is None else {"bias": bias.float()})
     return Matrix(_native(tensors, inputs, outputs, dtype, format), tensors, outputs, inputs, dtype, format)
 
 
 def without_activation_groups(matrix: Matrix) -> Matrix:
-    """The same matrix for activations with one scale a row."""
+    """Return the matrix with one activation scale per row."""
     format, bias = replace(matrix.format, activation_groups=False), matrix.tensors.get("bias")
     return make_matrix(packed_tensors(matrix), matrix.inputs, matrix.outputs, matrix.dtype, bias, format)
 
@@ -210,10 +210,10 @@ def _native(tensors: Mapping[str, Tensor], inputs: int, outputs: int, dtype: tor
 
 
 def quantize(x: Tensor, format: Format) -> QuantizedRows:
-    """Quantize rows ``[tokens, in]``, or ``[tokens, rows, in]``, to 8 bits with one scale each, or one for each group,
-    the largest magnitude being 127, after they were rotated where the format says so."""
+    """Quantize rows ``[tokens, in]`` or ``[tokens, rows, in]`` to 8 bits, with one scale per row or group, the largest
+    magnitude becoming 127. Rows are rotated first if the format rotates."""
     x = contiguous(x)
-    (*each, inputs), rows = x.shape, prod(x.shape[:-1])
+    (tokens, *more, inputs), rows = x.shape, prod(x.shape[:-1])
     padded, group_size = -(-inputs // 8) * 8, format.group_size or inputs
     groups = -(-inputs // group_size)
     out = QuantizedRows(
@@ -226,8 +226,8 @@ def quantize(x: Tensor, format: Format) -> QuantizedRows:
         out.values.data_ptr(),
         out.scales.data_ptr(),
         out.sums.data_ptr(),
-        each[0],
-        prod(each[1:]),
+        tokens,
+        prod(more),
         inputs,
         padded,
         group_size,
@@ -240,38 +240,39 @@ def quantize(x: Tensor, format: Format) -> QuantizedRows:
 
 
 def rotate(x: Tensor, block: int) -> Tensor:
-    """Rows ``[tokens, in]``, or ``[tokens, rows, in]``, rotated in blocks of inputs, in the same dtype."""
-    x, out, (*each, inputs) = contiguous(x), empty(x.shape, x.dtype), x.shape
+    """Rotate rows ``[tokens, in]`` or ``[tokens, rows, in]`` in blocks of inputs, in their dtype."""
+    x, out, (tokens, *more, inputs) = contiguous(x), empty(x.shape, x.dtype), x.shape
     code = DTYPE_CODES[x.dtype]
-    _kernels.rotate(x.data_ptr(), out.data_ptr(), each[0], prod(each[1:]), inputs, block, code)
+    _kernels.rotate(x.data_ptr(), out.data_ptr(), tokens, prod(more), inputs, block, code)
     return out
 
 
 def sum_groups(x: Tensor, group_size: int = 0) -> Tensor:
-    """Sums of each group of rows ``[tokens, in]``, or ``[tokens, rows, in]``: ``[..., groups]`` float32."""
-    *each, inputs = x.shape
+    """Return the sum of each group of rows ``[tokens, in]`` or ``[tokens, rows, in]``: ``[..., groups]`` float32."""
+    tokens, *more, inputs = x.shape
     group_size = group_size or inputs
-    sums = empty((*each, -(-inputs // group_size)), torch.float32)
+    sums = empty((tokens, *more, -(-inputs // group_size)), torch.float32)
     code = DTYPE_CODES[x.dtype]
-    _kernels.sum_groups(x.data_ptr(), sums.data_ptr(), each[0], prod(each[1:]), inputs, group_size, code)
+    _kernels.sum_groups(x.data_ptr(), sums.data_ptr(), tokens, prod(more), inputs, group_size, code)
     return sums
 
 
 def product_input(x: Tensor, matrix: Matrix) -> tuple[tuple[Tensor, ...], tuple[int, int, int]]:
-    """Prepare the input of a product.
+    """Permute, rotate and quantize the input of a product, as the matrix requires.
 
-    Returns the tensors, which the caller must keep alive until the kernel returns, and the addresses of values,
-    scales and sums that the kernel takes, 0 for those that its format does not have.
+    Returns:
+        The tensors, which the caller must keep alive until the kernel returns, and the kernel's arguments: the
+        addresses of values, scales and sums, 0 for those that the format lacks.
     """
     x = contiguous(x)
     if "order" in matrix.tensors:
-        given, x = x, empty(x.shape, x.dtype)
-        _kernels.permute(given.data_ptr(), matrix.native, x.data_ptr(), x.shape[0], DTYPE_CODES[x.dtype])
-    return rounded_input(x, matrix)
+        unpermuted, x = x, empty(x.shape, x.dtype)
+        _kernels.permute(unpermuted.data_ptr(), matrix.native, x.data_ptr(), x.shape[0], DTYPE_CODES[x.dtype])
+    return unpermuted_input(x, matrix)
 
 
-def rounded_input(x: Tensor, matrix: Matrix) -> tuple[tuple[Tensor, ...], tuple[int, int, int]]:
-    """As ``product_input``, in the order that the inputs ``[tokens, in]`` or ``[tokens, rows, in]`` come in."""
+def unpermuted_input(x: Tensor, matrix: Matrix) -> tuple[tuple[Tensor, ...], tuple[int, int, int]]:
+    """Like ``product_input``, without permuting the inputs ``[tokens, in]`` or ``[tokens, rows, in]``."""
     format = matrix.format
     if format.activation_bits:
         rows = quantize(x, format)
@@ -286,7 +287,7 @@ def rounded_input(x: Tensor, matrix: Matrix) -> tuple[tuple[Tensor, ...], tuple[
 
 
 def linear(x: Tensor, matrix: Matrix, out_float32: bool = False, out: Tensor | None = None) -> Tensor:
-    """As ``reference.linear``."""
+    """See ``reference.linear``."""
     dtype = torch.float32 if out_float32 else x.dtype
     out = empty((x.shape[0], matrix.outputs), dtype) if out is None else out
     _tensors, addresses = product_input(x, matrix)
@@ -295,20 +296,20 @@ def linear(x: Tensor, matrix: Matrix, out_float32: bool = False, out: Tensor | N
 
 
 def linear_activation_and_mul(x: Tensor, matrix: Matrix, function: str, out: Tensor | None = None) -> Tensor:
-    """As ``reference.linear_activation_and_mul``; one kernel where each half has a multiple of 64 outputs."""
+    """See ``reference.linear_activation_and_mul``. A single kernel if each half has a multiple of 64 outputs."""
     size = matrix.outputs // 2
     if size % _kernels.PANEL:
         return activation_and_mul(linear(x, matrix), function, out)
     out = empty((x.shape[0], size), x.dtype) if out is None else out
     _tensors, addresses = product_input(x, matrix)
     numbers = out.stride(0), x.shape[0], DTYPE_CODES[x.dtype], ACTIVATION_CODES[function]
-    _kernels.gated(*addresses, matrix.native, out.data_ptr(), *numbers)
+    _kernels.linear_activation_and_mul(*addresses, matrix.native, out.data_ptr(), *numbers)
     return out
 
 
 def embedding(token_ids: Tensor, matrix: Matrix, first: int = 0, out: Tensor | None = None) -> Tensor:
-    """As ``reference.embedding``."""
+    """See ``reference.embedding``."""
     rows = token_ids.shape[0]
     out = empty((rows, matrix.inputs), matrix.dtype) if out is None else out
-    _kernels.gather(token_ids.data_ptr(), matrix.native, out.data_ptr(), first, rows)
+    _kernels.embedding(token_ids.data_ptr(), matrix.native, out.data_ptr(), first, rows)
     return out

@@ -1,8 +1,8 @@
-"""The largest output of a product, without computing most of the others.
+"""Argmax of a product without computing most of its outputs.
 
-A large unquantized matrix gets a *sketch*: a copy in 8 bits, with bounds of its rounding errors. The sketch bounds each
-output from both sides, and only outputs whose upper bound reaches the largest lower bound are computed in full. The
-result is the same to the bit as that of the whole product.
+A large unquantized matrix gets a *sketch*: a copy in 8 bits with bounds of its rounding errors. The product with the
+sketch bounds each output from both sides, and only outputs whose upper bound reaches the largest lower bound are
+computed exactly. The result has the same bits as that of the full product.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from .graph import contiguous, empty
 from .matrix import Matrix, make_matrix, new_tensors, product_input
 
 MIN_SKETCH_OUTPUTS = 8192
-"""Outputs from which on a sketch pays."""
+"""Minimum number of outputs for a sketch to be faster."""
 BACKOFF_CALLS = 50
-"""Calls that compute the whole product after one for which the sketch left too many candidates."""
+"""Number of calls that compute the full product after the sketch has left too many candidates."""
 
 
 @dataclass
 class Sketch:
-    """An 8-bit copy of a matrix with bounds of its errors."""
+    """An 8-bit copy of a matrix, with bounds of its errors."""
 
     native: Any
     quantized: Matrix
     bounds: Tensor
     """``[2, panels]`` float32, which ``native`` points to."""
     backoff: int = 0
-    """Calls left that do not try the sketch."""
+    """Number of remaining calls that do not use the sketch."""
 
     def argmax(self, x: Tensor, out: Tensor, largest: Tensor, bitmask: int = 0) -> bool:
-        """Fill ``out`` and ``largest`` as ``argmax`` does, or return False where the whole product has to be computed.
+        """Write the index and value of each row's largest output, or return False if the full product is required.
 
         Args:
             x: ``[tokens, in]``, contiguous.
-            out: ``[tokens]`` int64.
-            largest: ``[tokens]`` float32.
-            bitmask: address of the bitmask; 0 is none.
+            out: indices, ``[tokens]`` int64.
+            largest: values, ``[tokens]`` float32.
+            bitmask: address of the bitmask; 0: all outputs are allowed.
         """
         if self.backoff:
             self.backoff -= 1
             return False
         _tensors, addresses = product_input(x, self.quantized)
-        done = _kernels.likeliest_by_sketch(
+        done = _kernels.argmax_by_sketch(
             x.data_ptr(), *addresses, self.native, bitmask, out.data_ptr(), largest.data_ptr(), x.shape[0]
         )
         self.backoff = 0 if done else BACKOFF_CALLS
@@ -57,8 +57,8 @@ class Sketch:
 
 
 def sketch_of(matrix: Matrix) -> Sketch | None:
-    """The sketch of a matrix, made by the first call. None for quantized and small matrices, matrices with a bias, and
-    matrices with values that are not finite."""
+    """Return the sketch of a matrix, created by the first call. None for matrices that are small, quantized, or have a
+    bias or values that are not finite."""
     if matrix.sketch is None:
         matrix.sketch = _make_sketch(matrix) or False
     return matrix.sketch or None
@@ -78,16 +78,16 @@ def _make_sketch(matrix: Matrix) -> Sketch | None:
 
 
 def argmax(x: Tensor, matrix: Matrix, bitmask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """As ``reference.argmax``. Raises ``ValueError`` for a bitmask of another shape or dtype."""
+    """See ``reference.argmax``. Raises ``ValueError`` for a bitmask of another shape or dtype."""
     x, out, largest = contiguous(x), empty((x.shape[0],), torch.int64), empty((x.shape[0],), torch.float32)
     address = 0
     if bitmask is not None:
         if bitmask.shape != (x.shape[0], -(-matrix.outputs // 32)) or bitmask.dtype is not torch.int32:
-            raise ValueError(f"a bitmask of {tuple(bitmask.shape)} {bitmask.dtype} for {matrix.outputs} outputs")
+            raise ValueError(f"bitmask {tuple(bitmask.shape)} {bitmask.dtype} does not fit {matrix.outputs} outputs")
         bitmask = bitmask.contiguous()
         address = bitmask.data_ptr()
     if (sketch := sketch_of(matrix)) and sketch.argmax(x, out, largest, address):
         return out, largest
     _tensors, addresses = product_input(x, matrix)
-    _kernels.likeliest(*addresses, matrix.native, address, out.data_ptr(), largest.data_ptr(), x.shape[0])
+    _kernels.argmax(*addresses, matrix.native, address, out.data_ptr(), largest.data_ptr(), x.shape[0])
     return out, largest

@@ -1,7 +1,7 @@
-"""The definition of every op, in plain PyTorch. All backends are tested against it.
+"""Reference backend: the definition of each op in plain PyTorch, which all backends are tested against.
 
-Ops compute in float32 and round their result to the input's dtype. They run on any device of PyTorch. None is
-batch-invariant: PyTorch chooses the order of a sum by the shapes.
+Ops compute in float32 and round the result to the input's dtype. They run on all PyTorch devices. They are not
+batch-invariant, as PyTorch's order of summation depends on the shapes.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ ASYNCHRONOUS = False
 
 
 def fingerprint() -> str:
-    """Backend and version of PyTorch. Results depend on shapes and threads, too, which no fingerprint can name."""
+    """Name of the backend and version of PyTorch. Results also depend on shapes and the number of threads."""
     return f"{NAME}-{torch.__version__}"
 
 
 def set_threads(count: int) -> None:
-    """Set the number of PyTorch's threads; 0 leaves PyTorch's default."""
+    """Set the number of PyTorch's threads; 0: keep PyTorch's default."""
     if count:
         torch.set_num_threads(count)

@@ -23,13 +23,16 @@ def rope_and_store(
     norms: QKNorms | None = None,
     interleaved: bool = False,
 ) -> Tensor:
-    """Norm queries and keys of each head, if ``norms`` are given, apply the rotary embedding, and store keys and values
-    in a layer's cache. Returns the queries, ``[tokens, heads, head_dim]``.
+    """Apply norms (if given) and rotary embedding to queries and keys, and store keys and values in a layer's cache.
 
     Args:
-        q: ``[tokens, heads, head_dim]``; k, v: ``[tokens, kv_heads, head_dim]``. Rows may lie apart.
-        positions, table, interleaved: as for ``rope``.
-        cache, slot_mapping: as for ``store_kv``.
+        q: ``[tokens, heads, head_dim]``. Rows of ``q``, ``k`` and ``v`` may be strided.
+        k, v: ``[tokens, kv_heads, head_dim]``.
+        positions, table, interleaved: see ``rope``.
+        cache, slot_mapping: see ``store_kv``.
+
+    Returns:
+        The queries, ``[tokens, heads, head_dim]``.
     """
     if norms:
         q, k = rms_norm(q, norms.q_weight, norms.eps), rms_norm(k, norms.k_weight, norms.eps)
@@ -41,13 +44,13 @@ def rope_and_store(
 def attention(
     q: Tensor, cache: Tensor, metadata: AttentionMetadata, options: AttentionOptions, out: Tensor | None = None
 ) -> Tensor:
-    """Attention of every query over its own sequence's cached keys and values; ``[tokens, heads * head_dim]``.
+    """Attention of queries over the cached keys and values of their sequences; ``[tokens, heads * head_dim]``.
 
-    Over a quantized cache, a backend may quantize queries and softmax weights to 8 bits, too.
+    With a quantized cache, a backend may quantize queries and softmax weights to 8 bits, too.
 
     Args:
-        q: ``[tokens, heads, head_dim]``; ``heads`` is a multiple of the cache's.
-        out: as for ``linear``.
+        q: ``[tokens, heads, head_dim]``; ``heads`` is a multiple of the cache's ``kv_heads``.
+        out: see ``linear``.
     """
     window, softcap, sinks = options.window, options.softcap, options.sinks
     heads, dim = q.shape[1:]
@@ -57,19 +60,20 @@ def attention(
     for i, length in enumerate(lengths):
         rows = slice(starts[i], starts[i + 1])
         blocks = metadata.block_tables[i, : -(-length // cache.shape[2])].long()
-        k, v = (dequantize(part[blocks].flatten(0, 1)[:length]) for part in cache)
-        own = q[rows].float().view(-1, kv_heads, heads // kv_heads, dim)
-        scores = torch.einsum("tkgd,skd->kgts", own, k) * options.scale
+        k, v = (dequantize(vectors[blocks].flatten(0, 1)[:length]) for vectors in cache)
+        queries = q[rows].float().view(-1, kv_heads, heads // kv_heads, dim)
+        scores = torch.einsum("tkgd,skd->kgts", queries, k) * options.scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
-        at = torch.arange(length, device=q.device)
-        position = at[length - len(own) :, None]
-        hidden = at > (position if options.causal else position + window - 1 if window else length)
+        key_position = torch.arange(length, device=q.device)
+        position = key_position[length - len(queries) :, None]
+        masked = key_position > (position if options.causal else position + window - 1 if window else length)
         if metadata.key_ends is not None:
-            hidden = at >= metadata.key_ends[rows, None]
+            masked = key_position >= metadata.key_ends[rows, None]
         if window:
-            hidden |= at < position // window * window if options.chunked else at <= position - window
-        scores = scores.masked_fill(hidden, float("-inf"))
+            first = position // window * window if options.chunked else position - window + 1
+            masked |= key_position < first
+        scores = scores.masked_fill(masked, float("-inf"))
         if sinks is not None:
             sink = sinks.view(kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
             scores = torch.cat((scores, sink), -1)

@@ -1,4 +1,4 @@
-"""Norms, the rotary embedding, and what else is done to each vector."""
+"""Norms, rotary embedding, and other ops on single rows."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from torch import Tensor
 
 
 def index_select(x: Tensor, rows: Tensor) -> Tensor:
-    """Rows ``[rows]`` int64 of ``[tokens, ...]``.
+    """Select rows ``[rows]`` int64 of ``[tokens, ...]``.
 
-    After its first ``index_select``, a captured step must compute with that number of rows only.
+    After its first ``index_select``, a captured step must use this number of rows in all ops.
     """
     return x[rows]
 
 
 def clone(x: Tensor) -> Tensor:
-    """A copy of ``[tokens, size]``."""
+    """Copy ``[tokens, size]``."""
     return x.clone()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square norm (Zhang and Sennrich, 2019) over the last dimension.
+    """RMS norm (Zhang and Sennrich, 2019) over the last dimension.
 
     Args:
-        weight: ``[size]``. In ``x``'s dtype it multiplies what was rounded to that dtype, as in Llama; in float32 the
-            result is rounded only once, as in Gemma.
+        weight: ``[size]``. If it has ``x``'s dtype, the normalized vector is rounded to that dtype before it is
+            multiplied by the weight, as in Llama; if it is float32, only the result is rounded, as in Gemma.
     """
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    x32 = x.float()
+    normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
     return (normed.to(weight.dtype) * weight).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Add ``x`` to the residual stream; returns the sum normed, and the sum, both ``[tokens, hidden]``.
+    """Add ``x`` to the residual stream. Returns the RMS norm of the sum, and the sum, both ``[tokens, hidden]``.
 
     A backend may change ``residual`` in place.
     """
@@ -41,12 +41,12 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Layer norm (Ba et al., 2016) over the last dimension, rounded once.
+    """Layer norm (Ba et al., 2016) over the last dimension. Only the result is rounded.
 
     Args:
-        x: ``[tokens, size]`` or ``[tokens, heads, size]``; tokens may lie apart.
-        weight: ``[size]`` float32, or ``[heads, size]``.
-        bias: ``[size]`` float32, or none.
+        x: ``[tokens, size]`` or ``[tokens, heads, size]``; tokens may be strided.
+        weight: ``[size]`` or ``[heads, size]``, float32.
+        bias: ``[size]`` float32, or None.
     """
     centered = x.float() - x.float().mean(-1, keepdim=True)
     normed = centered * torch.rsqrt(centered.pow(2).mean(-1, keepdim=True) + eps) * weight
@@ -54,18 +54,19 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 def scale(x: Tensor, factor: float, cap: float = 0.0) -> Tensor:
-    """``[rows, size]`` times a factor; with a cap ``cap * tanh(x / cap)`` of that (soft cap; Bello et al., 2016)."""
-    wide = x.float() * factor
-    return (cap * torch.tanh(wide / cap) if cap else wide).to(x.dtype)
+    """Multiply ``[rows, size]`` by a factor, then apply the soft cap ``cap * tanh(x / cap)`` (Bello et al., 2016); a
+    cap of 0 is off."""
+    scaled = x.float() * factor
+    return (cap * torch.tanh(scaled / cap) if cap else scaled).to(x.dtype)
 
 
 def to_float32(x: Tensor) -> Tensor:
-    """``[rows, size]`` in float32."""
+    """Convert ``[rows, size]`` to float32."""
     return x.float()
 
 
 def add_residual(x: Tensor, residual: Tensor) -> Tensor:
-    """Add ``x`` to the residual stream; returns the sum, ``[tokens, hidden]``, as ``add_rms_norm`` has it.
+    """Add ``x`` to the residual stream. Returns the sum, ``[tokens, hidden]``, with the rounding of ``add_rms_norm``.
 
     A backend may change ``residual`` in place.
     """
@@ -73,19 +74,19 @@ def add_residual(x: Tensor, residual: Tensor) -> Tensor:
 
 
 def rope(x: Tensor, positions: Tensor, table: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotary embedding (Su et al., 2021) that rotates the two halves of a head against each other (NeoX style), or,
-    interleaved, neighbours (GPT-J style).
+    """Rotary embedding (Su et al., 2021).
 
     Args:
-        x: ``[tokens, heads, head_dim]``; tokens may lie apart.
+        x: ``[tokens, heads, head_dim]``; tokens may be strided.
         positions: ``[tokens]`` int64.
-        table: ``[max_len, rotary_dim]`` float32, cosines then sines (``layers.rope``): the first ``rotary_dim`` numbers
-            of a head are rotated. It may be 0, which rotates nothing.
+        table: ``[max_len, rotary_dim]`` float32, cosines then sines (``layers.rope``). The first ``rotary_dim`` (0 or
+            more) dimensions of a head are rotated.
+        interleaved: rotate adjacent dimensions (GPT-J style) instead of the two halves of a head (NeoX style).
     """
     cos, sin = table[positions][:, None].chunk(2, -1)
-    rotary = table.shape[1]
-    wide, passed = x[..., :rotary].float(), x[..., rotary:]
-    low, high = (wide[..., ::2], wide[..., 1::2]) if interleaved else wide.chunk(2, -1)
-    turned = low * cos - high * sin, high * cos + low * sin
-    rotated = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
-    return torch.cat((rotated.to(x.dtype), passed), -1)
+    rotary_dim = table.shape[1]
+    to_rotate, rest = x[..., :rotary_dim].float(), x[..., rotary_dim:]
+    low, high = (to_rotate[..., ::2], to_rotate[..., 1::2]) if interleaved else to_rotate.chunk(2, -1)
+    pair = low * cos - high * sin, high * cos + low * sin
+    rotated = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    return torch.cat((rotated.to(x.dtype), rest), -1)

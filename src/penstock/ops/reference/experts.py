@@ -1,4 +1,4 @@
-"""Products with the experts that each token chose."""
+"""Products with the selected experts of each token."""
 
 from __future__ import annotations
 
@@ -13,47 +13,47 @@ from .matrix import Matrix, linear
 
 @dataclass(frozen=True)
 class Experts:
-    """Matrices of one shape and format, those of a layer's experts from ``first`` on."""
+    """Matrices of experts, of one shape and format; ``first`` is the expert id of the first one."""
 
     matrices: Sequence[Matrix]
     first: int
 
 
 def stack_experts(matrices: Sequence[Matrix], first: int = 0) -> Experts:
-    """Packed matrices of one shape and format, for products in which each token takes those of its own experts.
+    """Stack packed matrices of one shape and format for ``experts_linear``.
 
     Args:
-        first: number of the first matrix's expert.
+        first: expert id of the first matrix.
     """
     return Experts(matrices, first)
 
 
 def experts_linear(x: Tensor, experts: Experts, ids: Tensor, out: Tensor | None = None) -> Tensor:
-    """Products with each token's own experts: ``[tokens, top_k, out]``. Those of experts that are not among the
-    matrices are left as they are in ``out``.
+    """Multiply each token by the matrices of its experts; ``[tokens, top_k, out]``. Entries of ``out`` for experts that
+    are not among the matrices are not written.
 
     Args:
         x: ``[tokens, in]``, or ``[tokens, top_k, in]``.
-        ids: ``[tokens, top_k]`` int64, as ``select_experts`` gives them.
-        out: as for ``linear``; those of a token may lie apart, too.
+        ids: ``[tokens, top_k]`` int64, from ``select_experts``.
+        out: see ``linear``; the experts of a token may be strided, too.
     """
-    choices = x if x.dim() == 3 else x[:, None].expand(-1, ids.shape[1], -1)
+    inputs = x if x.dim() == 3 else x[:, None].expand(-1, ids.shape[1], -1)
     if out is None:
         out = x.new_zeros((*ids.shape, len(experts.matrices[0].weight)))
-    for number, matrix in enumerate(experts.matrices, experts.first):
-        if (chosen := ids == number).any():
-            out[chosen] = linear(choices[chosen], matrix)
+    for expert, matrix in enumerate(experts.matrices, experts.first):
+        if (selected := ids == expert).any():
+            out[selected] = linear(inputs[selected], matrix)
     return out
 
 
 def experts_activation_and_mul(
     x: Tensor, experts: Experts, ids: Tensor, function: str, out: Tensor | None = None
 ) -> Tensor:
-    """As ``experts_linear``, of each product ``activation_and_mul``."""
+    """Like ``experts_linear``, followed by ``activation_and_mul``."""
     product = experts_linear(x, experts, ids)
     gated = activation_and_mul(product, function)
     if out is None:
         return gated
-    own = (ids >= experts.first) & (ids < experts.first + len(experts.matrices))
-    out[own] = gated[own]
+    is_local = (ids >= experts.first) & (ids < experts.first + len(experts.matrices))
+    out[is_local] = gated[is_local]
     return out

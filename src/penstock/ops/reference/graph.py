@@ -1,4 +1,4 @@
-"""Forward passes and their memory: nothing is captured here."""
+"""Memory and execution of forward passes, without capturing."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from ..batch import Batch, CaptureOptions, ForwardFn
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As ``torch.empty``: memory for an op's ``out``, in a captured step, too."""
+    """Like ``torch.empty``, for an op's ``out``; also usable in a captured step."""
     return torch.empty(shape, dtype=dtype, device=device)
 
 
 def is_capturing() -> bool:
-    """Whether this thread captures a forward pass, which must make calls of ops alone."""
+    """True if this thread captures a forward pass, which then must only call ops."""
     return False
 
 
 def capture(forward: ForwardFn, options: CaptureOptions) -> ForwardFn:
-    """The forward pass in the form that this backend runs fastest: over batches in host memory. Its result is on the
-    device, and valid until the next call.
+    """Capture a forward pass for fast execution on batches in host memory.
+
+    The result of a call is on the device, and valid until the next call.
 
     Args:
-        forward: makes the same calls of ops for every batch, and nothing else; here it may make any calls.
+        forward: calls the same ops for every batch, and nothing else. This backend does not require that.
     """
     device, sampled = options.device, options.sampled
     if device.type == "cpu" and sampled is None:

@@ -1,4 +1,4 @@
-"""Latent attention, and matrices of each head."""
+"""Multi-head latent attention (MLA), and products with a separate matrix per head."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from .matrix import write
 
 
 def pack_by_head(weight: Tensor) -> Tensor:
-    """Pack a matrix for each head, ``[heads, out, in]``, for ``linear_by_head``."""
+    """Pack a separate matrix for each head, ``[heads, out, in]``, for ``linear_by_head``."""
     return weight
 
 
 def linear_by_head(x: Tensor, matrices: Tensor, out: Tensor | None = None) -> Tensor:
-    """Each head by its own matrix: ``[tokens, heads, in]``, of which only the last dimension must be contiguous, to
-    ``[tokens, heads, out]``.
+    """Multiply each head by its matrix: ``[tokens, heads, in]`` to ``[tokens, heads, out]``.
+
+    Only the last dimension of ``x`` and ``out`` must be contiguous.
 
     Args:
-        matrices: of ``pack_by_head``.
-        out: where to write the result; likewise.
+        matrices: result of ``pack_by_head``.
+        out: where to write the result.
     """
     return write(torch.einsum("thi,hoi->tho", x.float(), matrices.float()).to(x.dtype), out)
 
@@ -41,16 +42,16 @@ def latent_rope_and_store(
     interleaved: bool,
     out: Tensor,
 ) -> None:
-    """Apply the rotary embedding to the rotary parts of queries and key, and store each token's latent vector and,
-    behind it, its key in a latent cache.
+    """Apply the rotary embedding to the rotary parts of queries and key, and store each token's latent vector followed
+    by its rotary key in a latent cache.
 
     Args:
-        q: ``[tokens, heads, rope_dim]``, of which only the last dimension must be contiguous.
-        k: ``[tokens, rope_dim]``; latent: ``[tokens, latent]``. Rows may lie apart.
-        positions, table: as for ``rope``.
-        cache, slot_mapping: as for ``store_kv``.
-        interleaved: whether neighbours are rotated against each other, and not halves.
-        out: ``[tokens, heads, rope_dim]``, where to write the queries; its last dimension must be contiguous.
+        q: ``[tokens, heads, rope_dim]``; only the last dimension must be contiguous.
+        k: ``[tokens, rope_dim]``; rows may be strided.
+        latent: ``[tokens, latent]``; rows may be strided.
+        positions, table, interleaved: see ``rope``.
+        cache, slot_mapping: see ``store_kv``.
+        out: where to write the queries, ``[tokens, heads, rope_dim]``; the last dimension must be contiguous.
     """
     out.copy_(rope(q, positions, table, interleaved))
     vectors = torch.cat((latent[:, None], rope(k[:, None], positions, table, interleaved)), -1)
@@ -58,12 +59,14 @@ def latent_rope_and_store(
 
 
 def latent_attention(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float, latent: int) -> Tensor:
-    """Causal attention of all heads over a latent cache: each token's vector is the key of all heads, and its first
-    ``latent`` numbers are their value (DeepSeek-AI, 2024). Returns ``[tokens, heads, latent]``.
+    """Causal attention over a latent cache (MLA; DeepSeek-AI, 2024); returns ``[tokens, heads, latent]``.
+
+    A token's cached vector is the key of all heads, and its first ``latent`` dimensions are their value.
 
     Args:
         q: ``[tokens, heads, head_dim]``.
-        metadata, scale: as for ``attention``.
+        metadata: see ``attention``.
+        scale: see ``AttentionOptions.scale``.
     """
     whole = attention(q, cache.expand(2, *cache.shape[1:]), metadata, AttentionOptions(scale))
     return whole.view(q.shape)[..., :latent]

@@ -1,4 +1,4 @@
-"""What the sampler computes with logits. Backends without kernels of their own use these."""
+"""Ops of the sampler on logits, which backends without such kernels share."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from torch import Tensor
 
 
 def apply_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
-    """Set logits ``[rows, outputs]`` to minus infinity, in place, where the bit in ``[rows, ceil(outputs / 32)]`` int32
-    is not set. Returns them."""
+    """Set logits ``[rows, outputs]`` to minus infinity, in place, where the bit in ``bitmask``, ``[rows, ceil(outputs /
+    32)]`` int32, is not set. Returns the logits."""
     packed = bitmask.numpy(force=True).view(np.uint8)
     is_allowed = np.unpackbits(packed, axis=1, count=logits.shape[1], bitorder="little")
     return logits.masked_fill_(torch.from_numpy(is_allowed == 0).to(logits.device), float("-inf"))
 
 
 def log_softmax(logits: Tensor) -> Tensor:
-    """Log probabilities of logits ``[rows, outputs]`` float32."""
+    """Return the log probabilities of logits ``[rows, outputs]`` float32."""
     return logits.log_softmax(-1)
 
 
 def topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The ``k`` largest of each row of ``[rows, outputs]``, and their indices (int64), largest first."""
-    found = values.topk(k, -1)
-    return found.values, found.indices
+    """Return the ``k`` largest values of each row of ``[rows, outputs]`` and their indices (int64), largest first."""
+    result = values.topk(k, -1)
+    return result.values, result.indices

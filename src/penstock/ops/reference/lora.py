@@ -11,47 +11,47 @@ from torch import Tensor
 from ..lora import LoRAWeights
 
 LoRASlots = list[Sequence[LoRAWeights]]
-"""A layer's adapters by slot; an empty sequence is an empty slot."""
+"""Adapters of a layer by slot; an empty sequence is an empty slot."""
 
 
 def new_lora_slots(
     slots: int, inputs: int, outputs: int, max_rank: int, dtype: torch.dtype, device: torch.device
 ) -> LoRASlots:
-    """Empty slots for a layer's adapters.
+    """Create empty slots for the adapters of a layer.
 
     Args:
-        inputs, outputs: of the layer.
-        max_rank: the sum of the ranks of an adapter's parts for this layer is not larger.
-        dtype, device: of adapters.
+        inputs, outputs: size of the layer.
+        max_rank: limit of the sum of the ranks of an adapter's parts for this layer.
+        dtype, device: dtype and device of adapters.
     """
     return [()] * slots
 
 
 def pack_lora(parts: Sequence[LoRAWeights]) -> Sequence[LoRAWeights]:
-    """Pack one adapter's weights for a layer. Parts must add to different outputs."""
+    """Pack an adapter's weights for a layer. Parts must add to disjoint outputs."""
     return tuple(parts)
 
 
 def set_lora(slots: LoRASlots, slot: int, packed: Sequence[LoRAWeights] | None) -> None:
-    """Put packed weights into a slot, or empty it (None). No running step may use the slot."""
+    """Load packed weights into a slot, or empty it (None). No running step may use the slot."""
     slots[slot] = packed or ()
 
 
 def add_lora(out: Tensor, x: Tensor, slots: LoRASlots, row_slots: Tensor) -> Tensor:
-    """Add each row's adapter to a layer's output; returns ``[tokens, out]``.
+    """Add the product of each row's adapter to a layer's output; returns ``[tokens, out]``.
 
     Products with ``a`` are rounded to ``x``'s dtype. A backend may change ``out`` in place.
 
     Args:
         out: ``[tokens, out]``, the layer's output.
         x: ``[tokens, in]``, the layer's input.
-        row_slots: ``[tokens]`` int32, the slot of each row's adapter, -1 for none.
+        row_slots: ``[tokens]`` int32, the slot of each row's adapter; -1: no adapter.
     """
-    wide = out.float()
+    total = out.float()
     for slot in row_slots.unique().tolist():
         rows = row_slots == slot
         for part in slots[slot] if slot >= 0 else ():
             ranks = F.linear(x[rows], part.a)
             added = F.linear(ranks.float(), part.b.float()) * part.scaling
-            wide[rows, part.offset : part.offset + len(part.b)] += added
-    return wide.to(out.dtype)
+            total[rows, part.offset : part.offset + len(part.b)] += added
+    return total.to(out.dtype)

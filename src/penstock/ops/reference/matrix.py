@@ -1,4 +1,4 @@
-"""Matrices in their formats: packing, products, rows."""
+"""Weight matrices: packing, products, and row lookup (embedding)."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ LAYOUT = "reference-3"
 
 
 def supports(format: Format, dtype: torch.dtype) -> bool:
-    """Whether ``pack_quantized`` takes weights of this format for products in this dtype."""
+    """True if ``pack_quantized`` accepts weights of this format for products in this dtype."""
     return format.bits == 8 if format.floating else not format.integer_scales
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix ``[out, in]``, dequantized where it was quantized, and a bias ``[out]`` or none."""
+    """A matrix ``[out, in]``, dequantized if it was quantized, and an optional bias ``[out]``."""
 
     weight: Tensor
-    """In ``dtype``; float32 where the format quantizes, and rotated where it rotates."""
+    """The weight in ``dtype``; in float32 and rotated if the format quantizes and rotates."""
     bias: Tensor | None
     dtype: torch.dtype
     format: Format
 
 
 def pack(parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = UNQUANTIZED) -> Matrix:
-    """Pack a matrix for this backend's products.
+    """Pack a matrix for the products of this backend.
 
     Args:
         parts: matrices ``[rows, in]`` of one dtype, which are stacked to ``[out, in]``.
         bias: ``[out]``, added to each product.
-        format: to quantize the weights to.
+        format: format to quantize the weights to.
     """
     weight = parts[0] if len(parts) == 1 else torch.cat(list(parts))
     if not format.bits:
@@ -53,12 +53,12 @@ def pack(parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = U
 
 
 def pack_quantized(parts: Sequence[QuantizedWeight], dtype: torch.dtype, bias: Tensor | None = None) -> Matrix:
-    """Pack quantized weights that a checkpoint has, as they are.
+    """Pack the quantized weights of a checkpoint without requantizing them.
 
     Args:
-        parts: of one format, which the backend ``supports``, and one order of inputs; they are stacked to
+        parts: matrices of one format, which the backend ``supports``, and one order of inputs; they are stacked to
             ``[out, in]``.
-        dtype: of products.
+        dtype: dtype of products.
         bias: ``[out]``, added to each product.
     """
     weight = torch.cat([part.dequantize_rotated() for part in parts])
@@ -66,19 +66,19 @@ def pack_quantized(parts: Sequence[QuantizedWeight], dtype: torch.dtype, bias: T
 
 
 def packed_tensors(matrix: Matrix) -> dict[str, Tensor]:
-    """The tensors of a packed matrix without its bias, for ``from_packed``; empty where packing changes nothing."""
+    """Return the tensors of a packed matrix, except its bias, for ``from_packed``; empty if packing is a no-op."""
     return {"weight": matrix.weight} if matrix.format.bits else {}
 
 
 def from_packed(
     tensors: Mapping[str, Tensor], inputs: int, outputs: int, dtype: torch.dtype, bias: Tensor | None, format: Format
 ) -> Matrix:
-    """Make a matrix of ``packed_tensors``, which the same ``LAYOUT`` wrote."""
+    """Create a matrix from ``packed_tensors`` with the same ``LAYOUT``."""
     return Matrix(tensors["weight"], None if bias is None else bias.float(), dtype, format)
 
 
 def _quantize_dequantize(weight: Tensor, format: Format) -> Tensor:
-    """Round to integers or 8-bit floating-point numbers, times scales; float32."""
+    """Round to integers or 8-bit floating-point numbers, times scales. Returns float32."""
     if format.floating:
         return _round_fp8(weight, format.rows_per_scale, format.group_size)
     if format.integer_scales:
@@ -95,7 +95,7 @@ def _quantize_dequantize(weight: Tensor, format: Format) -> Tensor:
 
 
 def _round_by_integer_scales(weight: Tensor, group_size: int) -> Tensor:
-    """Round to 4-bit integers times integer scales of groups times scales of outputs; float32."""
+    """Round to 4-bit integers, times the integer scale of a group, times the scale of an output. Returns float32."""
     inputs = weight.shape[1]
     groups = F.pad(weight, (0, -inputs % group_size)).unflatten(1, (-1, group_size))
     integers, scales = search_integer_scales(groups)
@@ -106,14 +106,14 @@ def _round_by_integer_scales(weight: Tensor, group_size: int) -> Tensor:
 
 
 def _round_int8(x: Tensor) -> Tensor:
-    """Rows rounded to 8-bit integers times a scale."""
+    """Round rows to 8-bit integers times a scale."""
     maximum = x.abs().amax(1, keepdim=True)
-    inverse = torch.full_like(maximum, 127) / maximum  # a Python number over a tensor would be rounded twice
+    inverse = torch.full_like(maximum, 127) / maximum  # `127 / maximum` would round twice
     return (x * torch.where(maximum > MIN_MAGNITUDE, inverse, 0)).round() * (maximum / 127)
 
 
 def _round_fp8(x: Tensor, rows: int = 1, columns: int = 0) -> Tensor:
-    """Round to 8-bit floating-point numbers (e4m3) times a scale for each so many rows and columns, 0 being all."""
+    """Round to e4m3 times a scale per block of ``rows`` rows and ``columns`` columns (0: all)."""
     (height, width), rows, columns = x.shape, rows or len(x), columns or x.shape[1]
     blocks = F.pad(x, (0, -width % columns, 0, -height % rows)).unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
     maximum = blocks.abs().amax((1, 3), keepdim=True)
@@ -124,28 +124,28 @@ def _round_fp8(x: Tensor, rows: int = 1, columns: int = 0) -> Tensor:
 
 
 def linear(x: Tensor, matrix: Matrix, out_float32: bool = False, out: Tensor | None = None) -> Tensor:
-    """``[tokens, in]`` to ``[tokens, out]``, in ``x``'s dtype or, with ``out_float32``, in float32.
+    """Multiply ``[tokens, in]``; returns ``[tokens, out]``, in ``x``'s dtype or, with ``out_float32``, in float32.
 
-    Where the format quantizes activations, each row, or each group of a row, is divided by its largest magnitude over
-    127 and rounded; or each row, or row and group, to 8-bit floating-point numbers. Where it rotates, rows are rotated
-    first; those that are not quantized then are rounded to their dtype again.
+    If the format rotates, rows are rotated first, and rounded to their dtype if they are not quantized. If the format
+    quantizes activations, each row (or each group of a row) is divided by its scale and rounded to 8-bit integers or to
+    e4m3; an integer scale is the largest magnitude over 127.
 
     Args:
-        out: where to write the result, which is returned; its rows are contiguous, and may lie apart. This holds for
-            every op with an ``out``.
+        out: where to write the result, which is returned. Each row must be contiguous; rows may be strided. This holds
+            for ``out`` of all ops.
     """
     if not matrix.format.bits:
         product = F.linear(x, matrix.weight, matrix.bias)
         return write(product.float() if out_float32 else product, out)
-    given = hadamard(x.float(), matrix.format.rotation_block(x.shape[1]))
+    inputs = hadamard(x.float(), matrix.format.rotation_block(x.shape[1]))
     if not matrix.format.activation_bits:
-        given = given.to(x.dtype).float()
+        inputs = inputs.to(x.dtype).float()
     if matrix.format.floating and not matrix.format.is_mxfp4:
-        given = _round_fp8(given, columns=matrix.format.group_size)
+        inputs = _round_fp8(inputs, columns=matrix.format.group_size)
     elif matrix.format.activation_bits:
-        size = matrix.format.group_size if matrix.format.activation_groups else given.shape[1]
-        given = torch.cat([_round_int8(group) for group in given.split(size, 1)], 1)
-    product = F.linear(given, matrix.weight, matrix.bias)
+        size = matrix.format.group_size if matrix.format.activation_groups else inputs.shape[1]
+        inputs = torch.cat([_round_int8(group) for group in inputs.split(size, 1)], 1)
+    product = F.linear(inputs, matrix.weight, matrix.bias)
     return write(product if out_float32 else product.to(x.dtype), out)
 
 
@@ -154,17 +154,18 @@ def write(result: Tensor, out: Tensor | None) -> Tensor:
 
 
 def linear_activation_and_mul(x: Tensor, matrix: Matrix, function: str, out: Tensor | None = None) -> Tensor:
-    """``[tokens, in]`` to ``[tokens, out / 2]``: ``activation_and_mul`` of the product."""
+    """Multiply ``[tokens, in]``, then apply ``activation_and_mul``; returns ``[tokens, out / 2]``."""
     return activation_and_mul(linear(x, matrix), function, out)
 
 
 def argmax(x: Tensor, matrix: Matrix, bitmask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Index of the largest output of ``linear``, the lowest of equal ones, and that output: ``[tokens, in]`` to
-    ``[tokens]`` int64 and ``[tokens]`` float32.
+    """Return the index of the largest output of ``linear`` (the lowest in a tie), ``[tokens]`` int64, and that output,
+    ``[tokens]`` float32.
 
     Args:
-        bitmask: ``[tokens, ceil(outputs / 32)]`` int32, a bit for each output that may be chosen, the lowest bit
-            first. Where none is set for a token, the output is minus infinity.
+        x: ``[tokens, in]``.
+        bitmask: ``[tokens, ceil(outputs / 32)]`` int32 with a bit set for each allowed output, the lowest bit first. If
+            no bit of a token is set, its output is minus infinity.
     """
     logits = linear(x, matrix, out_float32=True)
     largest, index = (logits if bitmask is None else apply_bitmask(logits, bitmask)).max(-1)
@@ -172,21 +173,21 @@ def argmax(x: Tensor, matrix: Matrix, bitmask: Tensor | None = None) -> tuple[Te
 
 
 def embedding(token_ids: Tensor, matrix: Matrix, first: int = 0, out: Tensor | None = None) -> Tensor:
-    """Rows ``token_ids`` (``[tokens]`` int64) of a matrix ``[vocabulary, hidden]``: ``[tokens, hidden]``.
+    """Look up rows of a matrix ``[vocabulary, hidden]``; returns ``[tokens, hidden]``.
 
     Args:
-        first: token id of the matrix's first row. Rows of ``out`` whose token id is of none of its rows are not
-            written.
+        token_ids: ``[tokens]`` int64.
+        first: token id of the matrix's first row. Rows of ``out`` for tokens that the matrix lacks are not written.
     """
     if out is None:
         return _rows(matrix, token_ids - first)
-    own = (token_ids >= first) & (token_ids < first + len(matrix.weight))
-    out[own] = _rows(matrix, token_ids[own] - first)
+    is_local = (token_ids >= first) & (token_ids < first + len(matrix.weight))
+    out[is_local] = _rows(matrix, token_ids[is_local] - first)
     return out
 
 
-def _rows(matrix: Matrix, numbers: Tensor) -> Tensor:
-    rows = matrix.weight[numbers]
+def _rows(matrix: Matrix, indices: Tensor) -> Tensor:
+    rows = matrix.weight[indices]
     if matrix.format.rotation:
         rows = hadamard(rows, matrix.format.rotation_block(rows.shape[1]))
     return rows.to(matrix.dtype)
