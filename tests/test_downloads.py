@@ -192,7 +192,7 @@ def test_a_folder_whose_download_has_not_ended_is_no_checkpoint(hub: Hub, comman
     assert hub.stalled.wait(30)
     process.kill()
     process.communicate()
-    with pytest.raises(PenstockError, match=r"lacks .*, because its download has not ended: run the same"):
+    with pytest.raises(PenstockError, match=r"lacks .*, because its download is incomplete: run the same"):
         resolve(command.home / "here")
     command.download("org/chat", "--dir", "here")
     assert resolve(command.home / "here") == command.home / "here"
@@ -313,8 +313,8 @@ def test_what_is_on_this_machine_is_where_it_is(tmp_path: Path, capsys: pytest.C
     assert main(["download", f"file://{demo.CHAT}"]) == 0
     assert capsys.readouterr().out.strip() == str(demo.CHAT)
     for arguments, words in (
-        ([f"file://{tmp_path}/none"], f"there is no {tmp_path}/none: give the folder"),
-        ([f"file://{tmp_path}"], "has nothing in it"),
+        ([f"file://{tmp_path}/none"], f"{tmp_path}/none does not exist: give the folder"),
+        ([f"file://{tmp_path}"], "is empty"),
         ([f"file://{demo.CHAT}", "--dir", str(tmp_path)], "is on this machine already: leave it out"),
         ([str(demo.CHAT)], f"{demo.CHAT} is on this machine already: give the path to the command"),
     ):
