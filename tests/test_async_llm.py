@@ -278,5 +278,5 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
         async with started(model=str(tmp_path)):
             pass
 
-    with pytest.raises(PenstockError, match="has nothing in it, so it is no checkpoint"):
+    with pytest.raises(PenstockError, match="is empty, so it is not a checkpoint"):
         run(fail())

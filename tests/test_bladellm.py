@@ -506,7 +506,7 @@ def test_a_split_folder_has_the_part_of_each_rank(shell: Shell) -> None:
             "--quant_mode: weight_only_quant with --bit 8 and --block_wise_quant true is not supported yet",
         ),
         ("--bit 3", "argument --bit: invalid choice: 3"),
-        ("--model /nowhere", "model: there is no /nowhere"),
+        ("--model /nowhere", "model: /nowhere does not exist"),
         ("--output_dir MODEL", "is the model's own folder; name another"),
         ("--output_dir OTHER", "/config.json exists already; name an empty folder"),
         ("--output_dir FILE", "output_dir: cannot write to "),

@@ -257,7 +257,7 @@ def test_template_for_tools_is_chosen_by_python(several_templates: Path) -> None
         ASKED, documents=documents, chat_template="rag", add_generation_prompt=True, tokenize=False
     )
     assert by_name.tokenizer.render(ASKED, documents=documents) == expected
-    with pytest.raises(PenstockError, match="tools: this model's chat template has no form for them"):
+    with pytest.raises(PenstockError, match="tools: this model's chat template does not support tools"):
         run_inline(by_name.chats.text(ASKED, {"tools": TOOLS}, Steps()))
     with pytest.raises(PenstockError, match="rage cannot be read"):
         InputProcessor(several_templates, ModelOptions(chat_template="rage"))

@@ -85,14 +85,14 @@ def test_a_wrong_option_is_one_sentence(arguments: list[str], words: str) -> Non
 
 KINDS = {
     "model.gguf": "cannot be read",
-    "alone/model.safetensors": "is weights without their config.json: give the folder",
-    "notes.txt": "is a file; give the folder of a Hugging Face checkpoint, a GGUF file, or a name on the hub",
-    "lora/adapter_config.json/": "holds adapter_config.json, a LoRA adapter: give the model that it is for",
-    "meta/params.json/": "weights as their makers have them",
-    "exported/model.onnx/": "a model that was exported to ONNX",
-    "models/chat/config.json/..": "is a folder of checkpoints: give one of them, chat",
-    "empty/./": "has nothing in it, so it is no checkpoint",
-    "other/readme.md/": "has no config.json, so it is no checkpoint",
+    "alone/model.safetensors": "is a weights file without its config.json: give the folder",
+    "notes.txt": "is a file, not a folder: give the folder of a Hugging Face checkpoint, a GGUF file, or a name",
+    "lora/adapter_config.json/": "contains adapter_config.json: it is a LoRA adapter; give its base model",
+    "meta/params.json/": "weights in their original format",
+    "exported/model.onnx/": "the model was exported to ONNX",
+    "models/chat/config.json/..": "contains several checkpoints: give one of them, chat",
+    "empty/./": "is empty, so it is not a checkpoint",
+    "other/readme.md/": "has no config.json, so it is not a checkpoint",
 }
 """Files, of which the model is named (or their folder, or the one above), and what is said."""
 
@@ -115,7 +115,7 @@ def test_what_is_no_checkpoint_says_what_it_is(name: str, tmp_path: Path) -> Non
 def test_serve_says_it_too(tmp_path: Path) -> None:
     """And who may ask, where that is anybody."""
     said = penstock("serve", "--compat", "fastdeploy", "--log-file", str(tmp_path / "log"), "--model", "model.gguf")
-    assert said.returncode == 2 and "there is no model.gguf: give the folder" in said.stderr
+    assert said.returncode == 2 and "model.gguf does not exist: give the folder" in said.stderr
     assert (
         "anyone who can reach 0.0.0.0 of this machine can send requests: set --api-key, or --host 127.0.0.1"
         in said.stderr

@@ -211,7 +211,7 @@ def test_what_one_engine_has_no_room_for_another_computes() -> None:
 
 
 def test_an_llm_has_one_engine() -> None:
-    with pytest.raises(PenstockError, match="an LLM has one engine"):
+    with pytest.raises(PenstockError, match="LLM runs one engine"):
         LLM(data_parallel_size=2)
 
 

@@ -100,7 +100,7 @@ def test_classes_are_the_librarys(family: str, labels: int, tmp_path: Path) -> N
         (cut,) = llm.score(texts[2], others[2], use_tqdm=False, truncate_prompt_tokens=41)
         kept = tokenizer(texts[2], others[2], truncation="longest_first", max_length=41)["input_ids"]
         assert cut.prompt_token_ids == kept
-    with pytest.raises(PenstockError, match="makes no embeddings"):
+    with pytest.raises(PenstockError, match="does not support embeddings"):
         llm.embed(texts, use_tqdm=False)
 
 
@@ -192,7 +192,7 @@ def test_files_of_sentence_transformers_are_read(tmp_path: Path, inner: str) -> 
         wanted = library.encode(texts, prompt_name=name) if name != "" else library.encode(texts, prompt="")
         for output, own in zip(llm.embed(texts, use_tqdm=False, prompt_name=name), wanted, strict=True):
             assert output.outputs.embedding == pytest.approx(own.tolist(), abs=2e-5)
-    with pytest.raises(PenstockError, match="known are: query"):
+    with pytest.raises(PenstockError, match="its prompts are: query"):
         llm.embed(texts, use_tqdm=False, prompt_name="passage")
     long = " ".join(["river"] * 60)
     with pytest.raises(PenstockError, match="at most 24"):

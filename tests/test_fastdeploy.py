@@ -38,7 +38,7 @@ def test_a_server_with_its_ports_answers_as_it_does(tmp_path: Path) -> None:
         asked: dict[str, Any] = {"model": "default", "messages": MESSAGES, "temperature": 0}
         answer = client.chat.completions.create(**asked)
         assert answer.choices[0].message.content == "The capital of Canada is Ottawa."
-        with pytest.raises(openai.BadRequestError, match="logprobs: none are given here"):
+        with pytest.raises(openai.BadRequestError, match="logprobs: is disabled on this server"):
             next(iter(client.completions.create(model="default", prompt="x", logprobs=1, stream=True)))
         best = client.completions.create(model="default", prompt="x", n=1, extra_body={"best_of": 2})
         assert len(best.choices) == 1, "which looks at log probabilities itself"
@@ -276,7 +276,7 @@ def test_llm_takes_the_same_names(caplog: pytest.LogCaptureFixture) -> None:
     sampling = SamplingParams(temperature=0, guided_decoding=GuidedDecodingParams(json=schema))
     assert llm.chat(MESSAGES, sampling, use_tqdm=False)[0].outputs[0].text == '{"a":1}'
     refusals: list[tuple[dict[str, Any], str]] = [
-        ({"splitwise_role": "decode"}, "role: an LLM is one instance, which computes prompts and outputs itself"),
+        ({"splitwise_role": "decode"}, "role: LLM computes both prompts and outputs, so it must be mixed"),
         ({"max_num_sequences": 1}, "max_num_sequences: no such option; did you mean max_num_seqs"),
         ({"max_num_seqs": 0}, "max_num_seqs: Expected `int` >= 1"),
         ({"quantization": "block_wise_fp8"}, "quantization: .* is wrong: it is not one of"),

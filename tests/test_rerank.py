@@ -105,7 +105,7 @@ def test_classes_and_pooling(server: Served, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        ("/v1/embeddings", {"input": "river"}, "makes no embeddings"),
+        ("/v1/embeddings", {"input": "river"}, "does not support embeddings"),
         ("/v1/completions", {"prompt": "river"}, "no language model head"),
         ("/rerank", {"query": "river", "documents": []}, "documents"),
         ("/rerank", {"query": "river", "documents": ["a " * 400]}, "documents"),
@@ -263,5 +263,5 @@ def test_a_model_that_says_yes_or_no_scores_pairs(tmp_path: Path) -> None:
             logits = model(torch.tensor([output.prompt_token_ids])).logits[0, -1, [no, yes]]
         assert output.outputs.score == pytest.approx(logits.softmax(0)[1].item(), abs=2e-5)
     assert llm.embed(QUERY, use_tqdm=False)
-    with pytest.raises(PenstockError, match="no token of this model"):
+    with pytest.raises(PenstockError, match="not a token of this model"):
         LLM(tmp_path, pooling_task="score", classifier_tokens=("No", "certainly not"), **OPTIONS).score("a", "b")

@@ -137,7 +137,7 @@ def test_limits_are_those_of_the_parameters(served: Served, client: openai.OpenA
     (model,) = httpx.get(f"{served.url}/models").json()["data"]
     assert model["max_model_len"] == 2048
     for wrong, words in (
-        ({"logprobs": True}, "logprobs: none are given here"),
+        ({"logprobs": True}, "logprobs: is disabled on this server"),
         ({"response_format": {"type": "json_object"}}, "guided"),
         ({"messages": [{"role": "user", "content": "fox " * 3000}]}, "maximum context length is 2048"),
     ):
@@ -237,7 +237,7 @@ def test_llm_gives_log_probabilities_only_where_they_are_asked_for() -> None:
     llm = LLM(compat="fastdeploy", num_gpu_blocks_override=64)
     assert (llm.options.max_model_len, llm.options.max_num_seqs, llm.options.kv_cache_ratio) == (2048, 8, 0.75)
     for wanted in ({"logprobs": 0}, {"prompt_logprobs": 1}):
-        with pytest.raises(PenstockError, match=f"{next(iter(wanted))}: none are given here"):
+        with pytest.raises(PenstockError, match=f"{next(iter(wanted))}: is disabled on this server"):
             llm.generate("Once", SamplingParams(**wanted), use_tqdm=False)
     best = SamplingParams(temperature=1, best_of=3, n=1, max_tokens=3)
     assert len(llm.generate("Once", best, use_tqdm=False)[0].outputs) == 1, "which looks at them itself"

@@ -225,7 +225,7 @@ def test_marks_that_are_no_tokens_are_read_and_set_no_limit(tmp_path: Path) -> N
     llm = LLM(num_gpu_blocks_override=200, tokenizer=tokenizer)
     written = "".join(llm.get_tokenizer().decode_token(i) for i in llm.get_tokenizer().encode("</think>"))
     assert written == "</think>" and len(llm.get_tokenizer().encode("</think>")) > 1
-    with pytest.raises(PenstockError, match=r"reasoning_max_tokens.*no token that ends it"):
+    with pytest.raises(PenstockError, match=r"reasoning_max_tokens.*no single token ends it"):
         llm.chat(SUM, SamplingParams(reasoning_max_tokens=5), use_tqdm=False, **THINK)
     said = "<think>\nx\n</think>\n\ny"
     forced = SamplingParams(temperature=0, max_tokens=100, guided_decoding=GuidedDecodingParams(choice=[said]))

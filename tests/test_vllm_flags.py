@@ -314,4 +314,7 @@ def test_a_completion_without_max_tokens_keeps_to_the_limit() -> None:
 def test_more_logprobs_than_the_limit_are_refused(served: Served) -> None:
     assert len(ask(served, logprobs=3).json()["choices"][0]["logprobs"]["top_logprobs"][0]) >= 3
     refused = ask(served, logprobs=4)
-    assert refused.status_code == 400 and "must be at most 3 here (max_logprobs)" in refused.json()["error"]["message"]
+    assert (
+        refused.status_code == 400
+        and "must be at most 3 on this server (max_logprobs)" in refused.json()["error"]["message"]
+    )

@@ -1,1 +1,1 @@
-"""Text in, text out: ``LLM``, ``AsyncLLM`` and the ``Gateway`` of the server."""
+"""Text-level interface to the engine: ``LLM``, ``AsyncLLM`` and the server's ``Gateway``."""

@@ -1,4 +1,4 @@
-"""``AsyncLLM``: streaming, with the engine in a process of its own."""
+"""``AsyncLLM``: streaming outputs from an engine in a separate process."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from .options import read_options
 from .outputs import EmbeddingRequestOutput, RequestOutput
 from .prompts import Messages, Prompt
 
-ENGINE_GONE = Failure(Code.UNAVAILABLE, "the engine has died too often and is not started again")
+ENGINE_GONE = Failure(Code.UNAVAILABLE, "the engine has crashed too often and is not restarted")
 
 
 class AsyncLLM:
-    """A model with its engine process, for streaming.
+    """A model with an engine process, for asynchronous generation.
 
     Examples:
         >>> async with AsyncLLM() as llm:
         ...     async for output in llm.generate("Once upon a time"):
         ...         print(output.outputs[0].text)
 
-    Arguments are those of ``LLM``. The engine starts on entering, and again by itself if it dies; what was open then
-    ends with a failure at once. The engine writes to standard error what is of ``log_level`` at least.
+    Takes the arguments of ``LLM``. The engine starts when the context is entered. If it crashes, it is restarted and
+    open requests fail immediately. The engine logs messages of at least ``log_level`` to standard error.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class AsyncLLM:
         self._gateway: Gateway | None = None
 
     async def __aenter__(self) -> Self:
-        """Raises ``PenstockError`` with one sentence where the engine cannot start."""
+        """Start the engine. Raises ``PenstockError`` if it cannot start."""
         self._process = EngineProcesses(self.options, self._logs)
         self.ready: Ready = await self._process.start()
         self._watch = asyncio.create_task(self._process.watch())
@@ -73,7 +73,7 @@ class AsyncLLM:
         await self.close()
 
     async def close(self) -> int:
-        """Stop the engine after its open requests; returns its exit status."""
+        """Finish open requests, stop the engine and return its exit status."""
         assert self._process is not None
         status = await self._process.close()
         await self._watch
@@ -88,27 +88,28 @@ class AsyncLLM:
     @property
     def gateway(self) -> Gateway:
         if self._gateway is None:
-            raise invalid("engine", "enter the AsyncLLM first: async with AsyncLLM(…) as llm")
+            raise invalid("engine", "is not started: use AsyncLLM as a context manager (async with AsyncLLM(…) as llm)")
         return self._gateway
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str | Path) -> None:
-        """As ``LLM.load_lora_adapter``, while requests are served."""
+        """Load a LoRA adapter while requests are served; see ``LLM.load_lora_adapter``."""
         await self.gateway.engine_pool.load_adapter(lora_name, str(lora_path))
 
     async def unload_lora_adapter(self, lora_name: str) -> None:
-        """As ``LLM.unload_lora_adapter``; requests that have begun with it go on."""
+        """Unload a LoRA adapter; running requests that use it continue. See ``LLM.unload_lora_adapter``."""
         await self.gateway.engine_pool.unload_adapter(lora_name)
 
     async def update_weights(self, path: str | Path = "", running: WeightUpdateMode = "finish") -> str:
-        """Change the model's weights while requests are served. Where this fails, nothing has changed.
+        """Replace the model's weights while requests are served. On an error the old weights stay in use.
 
         Args:
-            path: folder of a checkpoint of the same model; empty reads the one in use again.
-            running: whether running requests finish on the old weights, while new ones wait, or are computed again with
-                the new ones, which go on after what was generated.
+            path: folder of a checkpoint of the same model; empty: reload the current checkpoint.
+            running: how running requests are handled. ``finish``: they finish with the old weights, and new requests
+                wait. ``recompute``: their KV cache is recomputed with the new weights, and they continue after the
+                tokens generated so far.
 
         Returns:
-            The version of the weights, which ``RequestOutput.weights_version`` repeats.
+            The version of the new weights, as in ``RequestOutput.weights_version``.
 
         Raises ``PenstockError`` as ``LLM.update_weights``.
         """
@@ -117,36 +118,37 @@ class AsyncLLM:
         return state.weights_version
 
     async def pause_generation(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
-        """Compute nothing until ``resume_generation``; requests that come wait.
+        """Pause the engine until ``resume_generation``; new requests wait.
 
         Args:
-            mode: whether open requests fail (``abort``), finish if they have begun (``wait``), or stay where they are.
-            clear_cache: empty the prefix cache, unless requests are kept.
+            mode: how open requests are handled. ``abort``: they fail. ``wait``: running requests finish first.
+                ``keep``: they continue after the pause.
+            clear_cache: empty the prefix cache, except with mode ``keep``.
         """
         await self._execute(PauseGeneration(mode, clear_cache))
 
     async def resume_generation(self) -> None:
-        """Compute again after ``pause_generation``."""
+        """Resume after ``pause_generation``."""
         await self._execute(ResumeGeneration())
 
     async def is_paused(self) -> bool:
-        """Whether nothing is computed, after ``pause_generation`` or ``sleep``."""
+        """True after ``pause_generation`` or ``sleep``."""
         return any(state.is_paused for state in self.gateway.engine_pool.states)
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """As ``LLM.sleep``; requests that come are refused until ``wake_up``.
+        """Free the KV cache, and with level 2 the weights (see ``LLM.sleep``); new requests fail until ``wake_up``.
 
         Args:
-            mode: of open requests, as for ``pause_generation``.
+            mode: how open requests are handled, as for ``pause_generation``.
         """
         await self._execute(Sleep(level, mode))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """As ``LLM.wake_up``."""
+        """Reload what ``sleep`` has freed; see ``LLM.wake_up``."""
         await self._execute(WakeUp(None if tags is None else tuple(tags)))
 
     async def is_sleeping(self) -> bool:
-        """As ``LLM.is_sleeping``."""
+        """True if KV cache or weights are freed."""
         return any(state.asleep for state in self.gateway.engine_pool.states)
 
     async def _execute(self, operation: ModelAction) -> EngineState:
@@ -162,11 +164,11 @@ class AsyncLLM:
         lora_request: LoRARequest | None = None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The output so far, after every step that added to it.
+        """Generate from a prompt; yields the cumulative output after each step.
 
         Args:
-            lora_request: an adapter, which is loaded from its folder where it is not loaded yet.
-            options: those of ``Gateway.generate``.
+            lora_request: LoRA adapter; loaded from its folder if it is not loaded yet.
+            options: other arguments of ``Gateway.generate``.
         """
         adapter = lora_request.lora_name if lora_request else ""
         if lora_request and lora_request.lora_path:
@@ -183,9 +185,13 @@ class AsyncLLM:
     async def embed(
         self, prompt: Prompt, pooling_params: PoolingParams | None = None, **options: Any
     ) -> EmbeddingRequestOutput:
-        """Embed a prompt; None is the checkpoint's pooling. ``options`` are those of ``generate``.
+        """Embed a prompt.
 
-        Raises ``PenstockError`` where the request is wrong or has failed.
+        Args:
+            pooling_params: None: the checkpoint's defaults.
+            options: arguments of ``generate``.
+
+        Raises ``PenstockError`` if the request is invalid or fails.
         """
         pooling = self._input_processor.pooler.embedding_params(pooling_params)
         async with aclosing(self.generate(prompt, NO_GENERATION, pooling=pooling, **options)) as outputs:
@@ -201,7 +207,7 @@ class AsyncLLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answer a chat; ``options`` are those of ``generate``."""
+        """Generate the answer to a chat; ``options`` are arguments of ``generate``."""
         size = sum(len(str(message.get("content"))) for message in messages)
         variables = {"tools": tools, **(chat_template_kwargs or {})}
         prompt = await self.gateway.chat_prompt(messages, size, variables, allow_tool_calls=bool(tools))

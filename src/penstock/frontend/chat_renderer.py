@@ -1,4 +1,4 @@
-"""Chats to prompts: chat template, encoding, images and videos, and how to parse the answer."""
+"""Chat rendering: chat template, tokenization, images and videos, and the parser of the answer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Template = ChatTemplate | IsolatedTemplate
 
 
 class ResponseFormats(NamedTuple):
-    """How a model writes tool calls and reasoning; None where its chat template has none, or an unknown format."""
+    """Formats of a model's tool calls and reasoning; None if the chat template has none or the format is unknown."""
 
     tools: ToolCallFormat | None
     reasoning: ReasoningFormat | None
@@ -44,40 +44,41 @@ class ResponseFormats(NamedTuple):
 
 @lru_cache(16)
 def _response_formats(options: ModelOptions, template: str) -> ResponseFormats:
-    reads_tools = re.search(r"\btools\b", template) is not None  # a template that does not read them would ignore them
-    tools = tool_call_format(options.tool_call_parser, template) if reads_tools else None
+    uses_tools = re.search(r"\btools\b", template) is not None  # otherwise the model would never see the tools
+    tools = tool_call_format(options.tool_call_parser, template) if uses_tools else None
     return ResponseFormats(tools, reasoning_format(options.reasoning_parser, template))
 
 
 class Steps:
-    """The slow steps of rendering, in the caller's thread. The gateway runs them in threads and processes."""
+    """Runs the slow steps of rendering in the caller's thread. ``Gateway`` overrides them to use other threads and
+    processes."""
 
     async def render(
         self, template: Template, messages: Messages, options: Mapping[str, Any], size: int, client: str
     ) -> str:
-        """The text of a chat; ``size`` and ``client`` as for ``ChatRenderer.prompt``."""
+        """Render a chat; ``size`` and ``client`` as for ``ChatRenderer.prompt``."""
         return template.render(messages, **options)
 
     async def load(self, work: Sequence[Callable[[], T]]) -> list[T]:
-        """Results of functions that load media."""
+        """Call functions that load media; returns their results."""
         return [each() for each in work]
 
     async def prepare(self, size: int, work: Callable[[], T]) -> T:
-        """The result of a function that processes ``size`` characters."""
+        """Call a function that processes ``size`` characters; returns its result."""
         return work()
 
     def check_length(self, text: str) -> None:
-        """Refuse a text that cannot fit the context, before it is encoded."""
+        """Raise an error for a text that cannot fit the context, before it is encoded."""
 
 
 def run_inline(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine whose ``Steps`` run in the caller's thread, so that it waits for nothing."""
+    """Run a coroutine that uses ``Steps`` without an event loop. It must never suspend."""
     try:
         coroutine.send(None)
     except StopIteration as done:
         result: T = done.value
         return result
-    raise RuntimeError("a step waits for an event loop")
+    raise RuntimeError("the coroutine needs an event loop")
 
 
 class ChatRenderer:
@@ -92,9 +93,9 @@ class ChatRenderer:
         self._media = media
         self._options = options
         self._own_formats: dict[bool, ResponseFormats] = {}
-        """Formats under the model's templates, with and without tools."""
+        """Formats with the model's templates, by whether the chat has tools."""
         self._request_templates = TemplatePool()
-        """Renders templates of requests, apart from the model's own."""
+        """Renders templates sent with requests, separately from the model's templates."""
 
     def close(self) -> None:
         self._request_templates.close()
@@ -115,22 +116,22 @@ class ChatRenderer:
         """Render and encode a chat, and load its images and videos.
 
         Args:
-            messages: contents are texts, or parts as of ``multimodal.split_media``.
+            messages: each ``content`` is a text, or a list of parts (see ``multimodal.split_media``).
             options: keyword arguments of ``ChatTemplate.render``.
-            size: about how many characters the chat has.
-            allow_tool_calls: whether the answer may call tools.
-            template: chat template to use in place of the model's.
+            size: approximate number of characters of the chat.
+            allow_tool_calls: parse tool calls in the answer.
+            template: chat template to use instead of the model's.
             add_special_tokens: add the tokenizer's special tokens to those that the template writes.
-            client: whose chat it is; clients take turns at rendering.
+            client: sender of the request; rendering is scheduled round robin over clients.
 
-        Raises ``PenstockError`` where the chat is invalid, or has media that the model does not see.
+        Raises ``PenstockError`` if the chat is invalid, or has media that the model does not support.
         """
         messages, sources = split_media(messages)
         if sources:
             self._media.check(sources)
 
         async def encoded(messages: Messages) -> tuple[str, list[int]]:
-            """Text and tokens, with a placeholder for each image and video."""
+            """Text and token ids, with one placeholder per image and video."""
             text = await self.text(messages, options, steps, size, template, client)
             steps.check_length(text)
             encode = partial(self._tokenizer.encode, text, add_special_tokens)
@@ -141,7 +142,7 @@ class ChatRenderer:
 
         try:
             text, token_ids = await encoded(messages)
-        except PenstockError:  # perhaps the template shows no images in the results of tools
+        except PenstockError:  # the template may not support images in tool results
             if (moved := move_tool_media(messages)) is None:
                 raise
             text, token_ids = await encoded(moved)
@@ -165,29 +166,29 @@ class ChatRenderer:
         template: str | None = None,
         client: str = "",
     ) -> str:
-        """The text of a chat; arguments as for ``prompt``.
+        """Render a chat to text; arguments as for ``prompt``.
 
-        Raises ``PenstockError``: ``invalid`` for wrong options or messages, ``unsupported`` for tools that the model's
-        template does not read.
+        Raises ``PenstockError``: ``invalid`` for wrong options or messages, ``unsupported`` for tools if the model's
+        template does not support them.
         """
         if wrong := options.keys() & {"messages", "self"}:
-            raise invalid("chat_template_kwargs", f"{wrong.pop()!r} cannot be given here")
+            raise invalid("chat_template_kwargs", f"{wrong.pop()!r} is a reserved name")
         chosen: Template
         if template is None:
             chosen = self._tokenizer.template_for(tools=options.get("tools") is not None)
             if options.get("tools") and "tools" not in chosen.variables:
-                words = "tools: this model's chat template has no form for them"
-                raise PenstockError(Code.UNSUPPORTED, words, "tools")
+                message = "tools: this model's chat template does not support tools"
+                raise PenstockError(Code.UNSUPPORTED, message, "tools")
         else:
             chosen = IsolatedTemplate(template, self._tokenizer.special, self._request_templates, "chat_template")
         return await steps.render(chosen, messages, options, size, client)
 
     def response_formats(self, template: str | None = None, tools: bool = True) -> ResponseFormats:
-        """The formats of tool calls and reasoning under a chat template.
+        """Formats of tool calls and reasoning with a chat template.
 
         Args:
-            template: None is the model's own.
-            tools: of the model's own, choose that for chats with tools.
+            template: None: the model's template.
+            tools: choose the model's template for chats with tools.
         """
         if template is not None:
             return _response_formats(self._options, template)
@@ -204,14 +205,13 @@ class ChatRenderer:
         allow_tool_calls: bool,
         template: str | None = None,
     ) -> ParserConfig:
-        """How to parse the answer to a chat.
+        """Parser configuration for the answer to a chat.
 
         Args:
             prompt: the rendered prompt, or its end.
-            messages, options: what it was rendered from; ``tools`` among the options give arguments their types.
-            allow_tool_calls: whether calls are recognized; without ``tools`` among the options, those that begin with
-                a marker.
-            template: the chat template that was used; None is the model's own.
+            messages, options: inputs of the rendering; ``options["tools"]`` gives the types of tool arguments.
+            allow_tool_calls: parse tool calls; without ``options["tools"]`` only those that begin with a marker.
+            template: the chat template that was used; None: the model's template.
         """
         tools, reasoning = self.response_formats(template, options.get("tools") is not None)
         stage, continued = ReasoningStage.AFTER, bool(options.get("continue_final_message"))
@@ -219,13 +219,13 @@ class ChatRenderer:
             stage = initial_stage(reasoning, prompt, (continued_text(messages[-1]) or "") if continued else "")
         if not allow_tool_calls:
             return ParserConfig(reasoning, stage, continued)
-        if tools and tools.allow_unmarked and not options.get("tools"):  # JSON is an answer where no tools are shown
+        if tools and tools.allow_unmarked and not options.get("tools"):  # without tools, JSON is content
             tools = replace(tools, allow_unmarked=False)
         return ParserConfig(reasoning, stage, continued, tools, _schemas(options.get("tools")))
 
 
 def _schemas(tools: Any) -> dict[str, Mapping[str, Any]]:
-    """The schemas of tools' arguments by name; of those that are as OpenAI has them."""
+    """Parameter schemas by tool name, for tools in OpenAI's format."""
     functions = [tool.get("function") for tool in tools or () if isinstance(tool, Mapping)]
     schemas = {
         function["name"]: function.get("parameters")

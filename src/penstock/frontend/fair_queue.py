@@ -1,4 +1,4 @@
-"""Sharing the event loop: long work in pieces, one piece per iteration, and bounded queues of deltas."""
+"""Fair use of the event loop: long work is split into chunks, one per iteration, and queues of deltas are bounded."""
 
 from __future__ import annotations
 
@@ -9,33 +9,32 @@ from collections.abc import Callable, Iterator
 from penstock.core import Failure, TokenDelta
 
 MAX_INLINE_TOKENS = 64
-"""Tokens and logprobs that are processed at once; a task with more waits for its turn."""
+"""Largest number of tokens and logprobs processed immediately; a task with more waits for its turn."""
 TURN_SIZE = 1024
-"""Tokens and logprobs processed in one turn: some milliseconds of work."""
+"""Number of tokens and logprobs processed per turn: a few milliseconds of work."""
 MAX_QUEUED = 2**16
-"""Tokens and logprobs queued for one request at which its sequences are paused; they resume at a quarter of it."""
+"""Number of queued tokens and logprobs above which a request's sequences are paused; they resume at a quarter of it."""
 
 
 class FairQueue:
-    """Shares the event loop among tasks that do long CPU work in pieces: one piece per iteration of the loop, round
-    robin over clients.
+    """Schedules chunks of long CPU work on the event loop: one chunk per iteration, round robin over clients.
 
-    So an iteration lasts no longer than one piece, however many tasks have long work.
+    An iteration therefore takes no longer than one chunk, however many tasks have long work.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """By client, in the order of their next turns."""
+        """Waiting tasks by client, in the order of the clients' next turns."""
         self._granting = False
 
     async def wait_turn(self, client: str = "") -> None:
-        """Wait until this task may do its next piece of work; it has the event loop until its next ``await``.
+        """Wait until this task may process its next chunk; its turn ends with its next ``await``.
 
         Args:
-            client: whose work it is; clients take turns, each with its oldest task.
+            client: client that the work is done for; clients take turns, each with its oldest task.
         """
         loop = asyncio.get_running_loop()
-        if not self._granting:  # nobody else has work in this iteration
+        if not self._granting:  # no other task has work in this iteration
             self._granting = True
             loop.call_soon(self._grant)
             return
@@ -58,34 +57,34 @@ class FairQueue:
 
 
 class DeltaQueue:
-    """Deltas of one request that are not processed yet.
+    """Unprocessed deltas of one request.
 
     Args:
-        pause: called with True when the queue is too long, and with False once it has shrunk.
+        pause: called with True if the queue exceeds ``MAX_QUEUED``, and with False once it has shrunk.
     """
 
     def __init__(self, pause: Callable[[bool], None]) -> None:
         self._pause = pause
         self._paused = False
         self._items: deque[TokenDelta | Failure] = deque()
-        self._came = asyncio.Event()
+        self._not_empty = asyncio.Event()
         self.size = 0
-        """Tokens and logprobs in the queue."""
+        """Number of tokens and logprobs in the queue."""
 
     def put(self, item: TokenDelta | Failure) -> None:
         self._items.append(item)
         self.size += size_of(item)
-        self._came.set()
+        self._not_empty.set()
         if self.size > MAX_QUEUED and not self._paused:
             self._paused = True
             self._pause(True)
 
     async def wait(self) -> None:
         """Wait until the queue is not empty."""
-        await self._came.wait()
+        await self._not_empty.wait()
 
     def pop(self, maximum: int) -> Iterator[TokenDelta | Failure]:
-        """Remove items from the front, at least one, until they have ``maximum`` tokens and logprobs."""
+        """Remove items from the front, at least one, until ``maximum`` tokens and logprobs are taken."""
         taken = 0
         while self._items and (not taken or taken < maximum):
             item = self._items.popleft()
@@ -94,7 +93,7 @@ class DeltaQueue:
             self.size -= size
             yield item
         if not self._items:
-            self._came.clear()
+            self._not_empty.clear()
         if self._paused and self.size < MAX_QUEUED // 4:
             self._paused = False
             self._pause(False)

@@ -18,20 +18,20 @@ __all__ = ["LLM", "FastDeployOutput", "SamplingParams"]
 
 
 def SamplingParams(**options: Any) -> core.SamplingParams:
-    """Sampling parameters by FastDeploy's names and with its defaults: an answer may fill the context, and has at least
-    one token."""
+    """Sampling parameters with FastDeploy's names and defaults: an answer has at least one token and may fill the
+    context."""
     given = {name: value for name, value in options.items() if value is not None}
     if (token_ids := given.pop("bad_words_token_ids", None)) is not None:
         given["bad_word_ids"] = tuple((one,) if isinstance(one, int) else tuple(one) for one in token_ids)
-    if given.get("top_p") == 0:  # the likeliest token
+    if given.get("top_p") == 0:  # greedy
         del given["top_p"]
         given["temperature"] = 0
-    least = {} if given.get("guided_decoding") else {"min_tokens": 1}
-    return core.SamplingParams(**{"max_tokens": None, **least, **given})
+    minimum = {} if given.get("guided_decoding") else {"min_tokens": 1}
+    return core.SamplingParams(**{"max_tokens": None, **minimum, **given})
 
 
 class LLM(llm.LLM):
-    """``penstock.LLM`` with FastDeploy's names, defaults and results."""
+    """``penstock.LLM`` with FastDeploy's argument names, defaults and result attributes."""
 
     def __init__(self, model: str | Path, revision: str | None = None, **options: Any) -> None:
         super().__init__(model, compat="fastdeploy", revision=revision, **options)
@@ -44,7 +44,7 @@ class LLM(llm.LLM):
         stream: bool = False,
         **options: Any,
     ) -> list[RequestOutput]:
-        _check_whole(stream)
+        _check_not_streaming(stream)
         given = [prompts] if isinstance(prompts, Mapping) else prompts
         if isinstance(given, list):
             given = [_with_media(prompt) for prompt in given]
@@ -60,20 +60,21 @@ class LLM(llm.LLM):
         tools: Sequence[Mapping[str, Any]] | None = None,
         stream: bool = False,
     ) -> list[RequestOutput]:
-        _check_whole(stream)
+        _check_not_streaming(stream)
         if chat_template is not None:
-            raise PenstockError(Code.UNSUPPORTED, "chat_template: give it to LLM, for all chats", "chat_template")
+            message = "chat_template: is not supported per call; pass it to LLM(…) for all chats"
+            raise PenstockError(Code.UNSUPPORTED, message, "chat_template")
         return super().chat(messages, sampling_params, use_tqdm, tools=tools, chat_template_kwargs=chat_template_kwargs)
 
 
-def _check_whole(stream: bool) -> None:
+def _check_not_streaming(stream: bool) -> None:
     if stream:
-        message = "stream: an LLM returns whole outputs; penstock.AsyncLLM and penstock serve stream"
+        message = "stream: LLM does not stream; use penstock.AsyncLLM or penstock serve"
         raise PenstockError(Code.UNSUPPORTED, message, "stream")
 
 
 def _with_media(prompt: Any) -> Any:
-    """A prompt with its images and videos under our name."""
+    """Rename FastDeploy's ``multimodal_data`` of a prompt."""
     if not isinstance(prompt, Mapping) or "multimodal_data" not in prompt:
         return prompt
     given = dict(prompt)

@@ -1,4 +1,4 @@
-"""Results with the attributes that code for FastDeploy reads."""
+"""Request outputs with FastDeploy's attributes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ OK, FAILED = 200, 500
 
 
 class SequenceOutputs(list[CompletionOutput]):
-    """A request's sequences, with FastDeploy's attributes, which are of the first sequence.
+    """A request's sequences. FastDeploy's attributes return those of the first sequence.
 
-    FastDeploy's ``outputs`` is one sequence, where ours is a list; both forms of access work.
+    FastDeploy's ``outputs`` is a single sequence and vLLM's is a list; both kinds of access work.
     """
 
     send_idx = decode_type = 0
@@ -33,7 +33,7 @@ class SequenceOutputs(list[CompletionOutput]):
 
     @property
     def text(self) -> str:
-        """The text; of a chat without reasoning and tool calls."""
+        """Generated text; for a chat the content without reasoning and tool calls."""
         return self[0].message.content if self[0].message else self[0].text
 
     @property
@@ -50,7 +50,7 @@ class SequenceOutputs(list[CompletionOutput]):
 
     @property
     def completion_tokens(self) -> str:
-        """The text with reasoning and tool calls, as it was generated."""
+        """Generated text, including reasoning and tool calls."""
         return self[0].text
 
     @property
@@ -60,21 +60,20 @@ class SequenceOutputs(list[CompletionOutput]):
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times of a request, under FastDeploy's names. Points in time are seconds since 1970, others are durations in
-    seconds."""
+    """Times of a request with FastDeploy's names: Unix timestamps and durations, both in seconds."""
 
     arrival_time: float
     inference_start_time: float
-    """When its first step began."""
+    """Unix timestamp of the first step."""
     first_token_time: float | None
-    """Duration from its first step to its first token."""
+    """Duration from the first step to the first token."""
     time_in_queue: float
     model_forward_time: float | None = None
     model_execute_time: float | None = None
 
 
 class FastDeployOutput(RequestOutput):
-    """A request's output with FastDeploy's attributes."""
+    """``RequestOutput`` with FastDeploy's attributes."""
 
     num_input_image_tokens = num_input_video_tokens = 0
 

@@ -1,4 +1,4 @@
-"""The gateway: text in, text out, over a running engine process."""
+"""``Gateway``: tokenizes requests, sends them to engine processes and streams their outputs."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from .prompts import Messages, Prompt, TokenizedPrompt
 T = TypeVar("T")
 
 MAX_INLINE_SIZE = 8192
-"""Characters of a prompt that is encoded in the event loop; longer ones are encoded in a thread."""
+"""Longest prompt, in characters, that is encoded in the event loop; longer ones are encoded in a thread."""
 FILE_SIZE = 16
-"""Characters that a file of a prompt counts for besides its own, as the shortest one takes time, too."""
+"""Characters added to the size of each file of an infill prompt: even an empty file takes time to encode."""
 NUM_ENCODE_THREADS = 2
-"""Threads for encoding prompts."""
+"""Number of threads that encode prompts."""
 NUM_MEDIA_THREADS = 8
-"""Threads that fetch, decode and resize images."""
+"""Number of threads that fetch, decode and resize images and videos."""
 MAX_SHRINKAGE = 4
-"""Factor by which a tokenizer's normalization may shorten a text."""
+"""Largest factor by which a tokenizer's normalization is assumed to shorten a text."""
 DEADLINE_PASSED = Failure(Code.TIMEOUT, "the deadline has passed")
 
 
 def owned(request_id: str, tenant: str) -> str:
-    """A client's id of a request, which no other tenant's can equal."""
+    """Request id prefixed with its tenant, so that ids of different tenants never collide."""
     return f"{tenant}\0{request_id}" if tenant else request_id
 
 
@@ -48,8 +48,8 @@ class Gateway(Steps):
     """Sends requests to the engines of a model and streams their outputs. Create and use it in one event loop.
 
     Args:
-        addresses: ZeroMQ addresses of the engine processes, one for each data-parallel replica.
-        input_processor: the tokenizer, chat template and defaults of the model.
+        addresses: ZeroMQ addresses of the engine processes, one per data-parallel replica.
+        input_processor: tokenizer, chat template and defaults of the model.
         request_cost, min_prefill_tokens, secret: as in ``EnginePool``.
     """
 
@@ -74,16 +74,17 @@ class Gateway(Steps):
             secret,
         )
         self.fair_queue = FairQueue()
-        """Shares the event loop among requests with long work."""
+        """Schedules the long work of requests on the event loop."""
         self._open: dict[str, DeltaQueue] = {}
+        """Unprocessed deltas of open requests by engine request id."""
         self._outputs: dict[str, RequestOutput] = {}
-        """The output so far of each open request, by the engine's request id."""
+        """Outputs so far of open requests by engine request id."""
         self._owned: dict[str, str] = {}
-        """Likewise, its id as its tenant's (``owned``)."""
+        """Tenant-prefixed request ids (``owned``) of open requests by engine request id."""
         self._ids = itertools.count()
         self._threads = ThreadPoolExecutor(NUM_ENCODE_THREADS, "encode")
         self._media_threads = ThreadPoolExecutor(NUM_MEDIA_THREADS, "media")
-        self._at_once = 0 if input_processor.tokenizer.isolated else MAX_INLINE_SIZE
+        self._max_inline_size = 0 if input_processor.tokenizer.isolated else MAX_INLINE_SIZE
 
     async def close(self) -> None:
         await self.engine_pool.close()
@@ -92,13 +93,13 @@ class Gateway(Steps):
         self.input_processor.close()
 
     async def encode(self, prompt: str | Sequence[int], add_special_tokens: bool = True, size: int = 0) -> list[int]:
-        """The token ids of a prompt.
+        """Encode a prompt to token ids.
 
         Args:
-            size: number of characters of all prompts that the caller encodes one after the other, this one included;
+            size: total number of characters of all prompts that the caller encodes in sequence, including this one;
                 decides whether to encode in a thread.
 
-        Raises ``PenstockError`` where the prompt is invalid or far too long, or no engine is ready.
+        Raises ``PenstockError`` if the prompt is invalid or far too long, or no engine is ready.
         """
         self.check_length(prompt)
         return await self.prepare(
@@ -106,21 +107,21 @@ class Gateway(Steps):
         )
 
     async def tokenize(self, prompt: Prompt, timeout: float | None = None) -> TokenizedPrompt:
-        """A prompt of Python code, encoded, with its images and videos.
+        """Encode a prompt of the Python interface, and load its images and videos.
 
         Args:
-            timeout: seconds for a prompt that takes long.
+            timeout: seconds, for prompts that are processed in a thread; None: no limit.
 
-        Raises ``PenstockError`` as ``encode``, and ``timeout``.
+        Raises ``PenstockError`` as ``encode``, and with code ``timeout``.
         """
         if isinstance(prompt, TokenizedPrompt):
             return prompt
         self.check_length(prompt)
         size = len(prompt) if isinstance(prompt, str) else 0
         if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
-            size = self._at_once + 1  # images are decoded in a thread
+            size = self._max_inline_size + 1  # images are decoded in a thread
         try:
-            async with asyncio.timeout(None if size <= self._at_once else timeout):
+            async with asyncio.timeout(None if size <= self._max_inline_size else timeout):
                 return await self.prepare(size, lambda: self.input_processor.tokenize(prompt))
         except TimeoutError as error:
             raise PenstockError.of(DEADLINE_PASSED) from error
@@ -132,12 +133,13 @@ class Gateway(Steps):
         size: int = 0,
         files: Sequence[tuple[str, str]] = (),
     ) -> list[int]:
-        """The prompt for the text between two others, texts or token ids; otherwise as ``encode``.
+        """Encode a fill-in-the-middle prompt for the text between ``prefix`` and ``suffix``.
 
         Args:
-            files: names and texts of other files.
+            files: names and texts of other files, for context.
+            size: as for ``encode``.
 
-        Raises ``PenstockError`` (``unsupported``) where the model has no tokens for it, too.
+        Raises ``PenstockError`` as ``encode``, and ``unsupported`` if the model has no fill-in-the-middle tokens.
         """
         self.check_length(prefix)
         self.check_length(suffix)
@@ -150,16 +152,18 @@ class Gateway(Steps):
         return await self.prepare(characters, lambda: infill_prompt(tokenizer, prefix, suffix, files))
 
     async def encode_texts(self, texts: Texts, size: int = 0) -> TokenizedPrompt:
-        """The prompt of a pair of texts, or of a text within a limit. Arguments and errors as for ``encode``."""
+        """Encode a pair of texts, or a text with a token limit. Arguments and errors as for ``encode``."""
         if texts.max_len is None:
             self.check_length(texts.text)
         return await self.prepare(max(size, len(texts)), lambda: self.input_processor.encode_texts(texts))
 
     async def pair(self, first: str, second: str, client: str = "") -> Texts:
-        """Two texts as a cross-encoder reads them. Raises ``PenstockError`` where its chat template refuses them.
+        """Format two texts as input of a cross-encoder.
 
         Args:
-            client: as in ``chat_prompt``.
+            client: as for ``ChatRenderer.prompt``.
+
+        Raises ``PenstockError`` if its chat template rejects them.
         """
         pair = self.input_processor.pair(first, second)
         if isinstance(pair, Texts):
@@ -172,14 +176,14 @@ class Gateway(Steps):
         """Render and encode a chat, and load its images and videos.
 
         Args:
-            size: about how many characters it has.
+            size: approximate number of characters of the chat.
             options: keyword arguments of ``ChatTemplate.render``.
-            arguments: others of ``ChatRenderer.prompt``.
+            arguments: other arguments of ``ChatRenderer.prompt``.
 
-        Raises ``PenstockError`` where the chat is invalid or far too long, or no engine is ready.
+        Raises ``PenstockError`` if the chat is invalid or far too long, or no engine is ready.
         """
         if len(messages) > (maximum := self.engine_pool.require_engine().max_model_len):
-            message = f"{len(messages)} of them are more than {maximum} tokens hold"
+            message = f"{len(messages)} messages do not fit the context of {maximum} tokens"
             raise too_long("messages", message, len(messages), maximum)
         self.input_processor.check_chats()
         return await self.input_processor.chats.prompt(messages, options, self, size=size, **arguments)
@@ -199,30 +203,30 @@ class Gateway(Steps):
         tenant: str = "",
         trace: dict[str, str] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The output so far, after every step that added to it; the last one is finished.
+        """Run a request; yields the cumulative output after each step, the last one finished.
 
-        A caller that is slower than the engine gets several steps' tokens at a time; where more than ``MAX_QUEUED``
-        are queued, the request's sequences are paused in the engine. Leaving the loop cancels the request.
+        A caller that is slower than the engine gets the tokens of several steps at once. If more than ``MAX_QUEUED``
+        are queued, the request's sequences are paused in the engine. Closing the generator aborts the request.
 
         Args:
-            request_id: id of the outputs; by default a number.
-            timeout: seconds after arrival after which the request fails, also while the engine hangs.
-            cache_salt: the prefix cache is shared only among requests of the same salt.
+            request_id: ``request_id`` of the outputs; default: a number.
+            timeout: seconds after arrival until the request fails, even if the engine hangs; None: no limit.
+            cache_salt: the prefix cache is shared only by requests with the same salt.
             adapter: name of a loaded LoRA adapter.
-            pooling: embed the prompt instead of generating.
-            arrived: time of arrival on the monotonic clock; None is now.
-            external_id: the client's id; refused while another request of the tenant with it is open, in any API
-                process.
-            tenant: on whose behalf: ids belong to their tenant.
+            pooling: pool the prompt (embedding, classification) instead of generating.
+            arrived: arrival time on the monotonic clock; None: now.
+            external_id: request id given by the client; rejected while another request of the tenant has the same id,
+                in any API process.
+            tenant: tenant of the request; ids are unique per tenant.
             trace: as in ``EngineRequest``.
 
-        Raises ``PenstockError`` where the request is invalid, or no engine is ready.
+        Raises ``PenstockError`` if the request is invalid, or no engine is ready.
         """
         arrived = time.monotonic() if arrived is None else arrived
         deadline = None
         if timeout is not None:
             if not 0 <= timeout < math.inf:
-                raise invalid("timeout", f"must be a number of seconds from 0 on, is {timeout}", 0)
+                raise invalid("timeout", f"must be a finite number of seconds, at least 0; it is {timeout}", 0)
             deadline = arrived + timeout
         name = str(next(self._ids))  # the engine's id: request_id need not be unique
         processor = self.input_processor.create_output_processor(
@@ -270,7 +274,7 @@ class Gateway(Steps):
             self.engine_pool.release(name, abort=not output.finished)
 
     def running(self, tenant: str = "") -> dict[str, int]:
-        """Open requests of a tenant: request id → number of tokens generated."""
+        """Number of generated tokens of each open request of a tenant, by request id."""
         result: dict[str, int] = {}
         for name, output in self._outputs.items():
             if self._owned[name] != owned(output.request_id, tenant):
@@ -280,27 +284,26 @@ class Gateway(Steps):
         return result
 
     def cancel(self, request_ids: Collection[str], tenant: str = "") -> None:
-        """Cancel requests of a tenant by their ids, in all API processes."""
+        """Cancel requests of a tenant by id, in all API processes."""
         self.engine_pool.cancel([owned(request_id, tenant) for request_id in request_ids])
 
     async def prepare(self, size: int, work: Callable[[], T]) -> T:
-        """The result of ``work`` on so many characters: in the event loop, or in a thread where they are many."""
-        if size <= self._at_once:
+        """Call ``work``, which processes ``size`` characters: in a thread above ``MAX_INLINE_SIZE``."""
+        if size <= self._max_inline_size:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def in_media_thread(self, work: Callable[[], T]) -> T:
-        """The result of ``work``, which decodes a file."""
+        """Call ``work``, which decodes a media file, in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._media_threads, work)
 
     async def load(self, work: Sequence[Callable[[], T]]) -> list[T]:
-        """Results of functions that load media, in threads."""
         return await asyncio.gather(*map(self.in_media_thread, work))
 
     async def render(
         self, template: Template, messages: Messages, options: Mapping[str, Any], size: int, client: str
     ) -> str:
-        """The text of a chat, rendered in another process unless the template is the built-in model's."""
+        """Render a chat, in another process unless the template is that of the built-in model."""
         if isinstance(template, IsolatedTemplate):
             return await template.render_async(messages, size, client, **options)
         return await self.prepare(size, partial(template.render, messages, **options))
@@ -309,16 +312,16 @@ class Gateway(Steps):
         self.check_characters(len(prompt) if isinstance(prompt, str) else 0)
 
     def check_characters(self, count: int) -> None:
-        """Raises ``PenstockError`` (``too_long``) where the context cannot hold a text of so many characters."""
+        """Raise ``PenstockError`` (``too_long``) if a text of ``count`` characters cannot fit the context."""
         engine = self.engine_pool.require_engine()
         maximum = engine.max_model_len
         if (minimum := count // (self._longest_token * MAX_SHRINKAGE)) >= maximum:
-            message = f"has {count} characters, far more than {maximum} tokens can hold"
+            message = f"has {count} characters, which cannot fit the context of {maximum} tokens"
             raise too_long("prompt", message, max(minimum, maximum + 1), maximum)
 
     @cached_property
     def _longest_token(self) -> int:
-        """Bytes of the longest token."""
+        """Size of the longest token in bytes."""
         return max(map(len, self.input_processor.tokenizer.vocabulary))
 
     def _on_deltas(self, deltas: list[TokenDelta], weights_version: str) -> None:
@@ -329,7 +332,7 @@ class Gateway(Steps):
                 inbox.put(delta)
 
     def _on_deadline(self, name: str) -> None:
-        """Fail a request at its deadline. The engine does so, too, but not while it computes a step or hangs."""
+        """Fail a request at its deadline. The engine checks deadlines too, but not during a step or if it hangs."""
         if (inbox := self._open.get(name)) is not None:
             self.engine_pool.abort(name)
             inbox.put(DEADLINE_PASSED)
@@ -347,7 +350,7 @@ class Gateway(Steps):
 
 
 def _is_prompt_logprobs_part(delta: TokenDelta | Failure) -> bool:
-    """Whether a delta holds prompt logprobs alone, of which more will follow."""
+    """True if a delta holds only prompt logprobs, with more to follow."""
     return (
         isinstance(delta, TokenDelta) and delta.prompt_logprobs is not None and not (delta.token_ids or delta.finished)
     )

@@ -1,4 +1,4 @@
-"""A checkpoint's ``generation_config.json``: default sampling parameters and EOS tokens."""
+"""Default sampling parameters and EOS tokens of a checkpoint (``generation_config.json``)."""
 
 from __future__ import annotations
 
@@ -17,28 +17,27 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """From ``generation_config.json``.
-
-    A text ends with the tokens named there, or else in ``config.json``, and always with the tokenizer's own end: those
-    who fine-tune for chat may leave the base model's in the other files.
-    """
+    """EOS tokens and default sampling parameters."""
 
     eos_token_ids: tuple[int, ...]
+    """``eos_token_id`` of ``generation_config.json``, or else of ``config.json``, plus the tokenizer's EOS token: chat
+    fine-tunes may have the base model's token in the other files."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults of ``SamplingParams``."""
+    """Default values of ``SamplingParams``."""
 
 
 def read_generation_config(folder: Path, tokenizer: Tokenizer, other: Path | None = None) -> GenerationConfig:
-    """Read the generation config of the model in a folder.
+    """Read the generation config of a checkpoint.
 
     Args:
-        other: folder of the ``generation_config.json`` to read in place of the model's.
+        other: folder whose ``generation_config.json`` replaces the checkpoint's.
 
-    Raises ``PenstockError`` (``invalid``) where a file is not JSON, has a value out of bounds, or ``other`` has none.
+    Raises ``PenstockError`` (``invalid``) if a file is not JSON or has a value out of bounds, or ``other`` has no
+    ``generation_config.json``.
     """
     path = (other or folder) / "generation_config.json"
     if other and not path.exists():
-        raise invalid("generation_config", f"{path} is not there; give its folder, auto or vllm")
+        raise invalid("generation_config", f"{path} does not exist: give the folder of the file, auto, or vllm")
     generation, config = _read(path), _read(folder / "config.json")
     ends = next((f["eos_token_id"] for f in (generation, config) if f.get("eos_token_id") is not None), None)
     configured = ends if isinstance(ends, list) else [ends]
@@ -55,7 +54,7 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     result = read_json_file(path)
     if not isinstance(result, dict):
-        raise invalid("model", f"{path} does not hold an object")
-    if sentence := next(out_of_bounds(result, GENERATION_BOUNDS), ""):
-        raise invalid("model", f"{path}: {sentence}")
+        raise invalid("model", f"{path} is not a JSON object")
+    if problem := next(out_of_bounds(result, GENERATION_BOUNDS), ""):
+        raise invalid("model", f"{path}: {problem}")
     return result

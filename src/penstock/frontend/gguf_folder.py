@@ -1,7 +1,7 @@
-"""Checkpoint folder of a GGUF file: configuration and tokenizer files, written once, and links to the file's parts.
+"""Checkpoint folder of a GGUF file: configuration and tokenizer files, and links to the file's parts.
 
-The folder is kept in the cache (``~/.cache/penstock/gguf``). Its name depends on the file's path, size and times, so
-later starts find it without reading the file. It is as large as the tokenizer.
+The folder is written once, to the cache (``~/.cache/penstock/gguf``). Its name depends on the file's path, size and
+times, so later starts find it without reading the file. It is as large as the tokenizer.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-"""Names in ``generation_config.json`` of the sampling parameters in ``general.sampling``."""
+"""Keys of ``generation_config.json`` by key of GGUF's ``general.sampling``."""
 POOLING_MODES = {1: "mean", 2: "cls", 3: "lasttoken"}
-"""``pooling_mode`` of sentence-transformers by ``pooling_type``."""
+"""``pooling_mode`` of sentence-transformers by GGUF's ``pooling_type``."""
 POOLING_MODULES = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
-"""Folders of the modules of an embedding model."""
+"""Folders of an embedding model's sentence-transformers modules."""
 FORMAT = 2
-"""Version of the folder's content, raised when it changes."""
+"""Version of the folder's content; increase it with every change."""
 
 
 def gguf_in(path: Path) -> Path | None:
-    """The GGUF file at a path: the file itself, or (the first part of) the only model in a folder; None for any other
-    path, including folders of other checkpoints.
+    """Find the GGUF file at a path: the file itself, or (the first part of) the only model in a folder; None for any
+    other path, including folders of other checkpoints.
 
     Raises ``PenstockError`` (``invalid``) for a folder with several models.
     """
@@ -53,14 +53,14 @@ def gguf_in(path: Path) -> Path | None:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    """Whether a folder has weights in another format, or a configuration and a tokenizer."""
+    """True if a folder has weights in another format, or a configuration and a tokenizer."""
     if weight_files(folder):
         return True
     return (folder / CONFIG).exists() and any((folder / f"tokenizer.{end}").exists() for end in ("json", "model"))
 
 
 def checkpoint_folder(path: Path) -> Path:
-    """The checkpoint folder of a GGUF file: ``config.json``, tokenizer, chat template, and links to its parts.
+    """Folder with ``config.json``, tokenizer and chat template of a GGUF file, and links to its parts; written once.
 
     Args:
         path: the file, or one of its parts.
@@ -76,19 +76,19 @@ def checkpoint_folder(path: Path) -> Path:
             status = folder.lstat()
             if stat.S_ISDIR(status.st_mode) and status.st_uid in (os.geteuid(), 0):
                 return folder
-            raise invalid("model", f"{folder} belongs to another user: remove it, or set XDG_CACHE_HOME")
+            raise invalid("model", f"{folder} is owned by another user: remove it, or set XDG_CACHE_HOME")
         files = _files([GGUFFile(part) for part in parts])
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         _remove_dangling(cache)
         _write(folder, parts, files)
     except OSError as error:
-        words = f"{error.filename or cache} cannot be used ({error.strerror}): make room, or set XDG_CACHE_HOME"
-        raise invalid("model", words) from error
+        message = f"{error.filename or cache} cannot be used ({error.strerror}): free space, or set XDG_CACHE_HOME"
+        raise invalid("model", message) from error
     return folder
 
 
 def _identity(parts: list[Path]) -> str:
-    """Hash of the parts' paths, sizes and times, and of the versions of Penstock and of the folder's content."""
+    """Hash of the parts' paths, sizes and times, the version of Penstock, and ``FORMAT``."""
     digest = hashlib.sha256(f"{__version__} {FORMAT} ".encode())
     for part in parts:
         status = part.stat()
@@ -97,15 +97,15 @@ def _identity(parts: list[Path]) -> str:
 
 
 def _files(parts: list[GGUFFile]) -> dict[str, bytes]:
-    """The files of the folder by name."""
+    """Contents of the folder's files by name."""
     from penstock.text.from_gguf import GGUFTokenizer  # imports the tokenizers library
 
     config, tokenizer = config_of(parts), GGUFTokenizer(parts[0])
     ends = tokenizer.end_token_ids()
     generation: dict[str, Any] = {"eos_token_id": ends} if ends else {}
-    for name, ours in SAMPLING.items():
-        if (value := parts[0].get(f"general.sampling.{name}", float)) is not None:
-            generation[ours] = value
+    for gguf_name, name in SAMPLING.items():
+        if (value := parts[0].get(f"general.sampling.{gguf_name}", float)) is not None:
+            generation[name] = value
     return {
         CONFIG: _json(config),
         "generation_config.json": _json(generation),
@@ -115,8 +115,8 @@ def _files(parts: list[GGUFFile]) -> dict[str, bytes]:
 
 
 def _pooling_files(file: GGUFFile) -> dict[str, bytes]:
-    """Files of sentence-transformers for an embedding model, empty for any other. As in llama.cpp, embeddings have
-    length 1."""
+    """sentence-transformers files of an embedding model, empty for others. As in llama.cpp, embeddings are
+    normalized."""
     architecture = file.require("general.architecture", str)
     if (mode := POOLING_MODES.get(file.get(f"{architecture}.pooling_type", int, 0))) is None:
         return {}
@@ -129,14 +129,14 @@ def _json(content: Any) -> bytes:
 
 
 def _write(folder: Path, parts: list[Path], files: dict[str, bytes]) -> None:
-    """Write the folder atomically: under a temporary name, then renamed."""
+    """Write the folder atomically: to a temporary folder, which is then renamed."""
     new = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
     try:
         for name, content in files.items():
             (new / name).parent.mkdir(exist_ok=True)
             with (new / name).open("wb") as file:
                 file.write(content)
-                os.fsync(file.fileno())  # before the rename, so that a crash leaves no empty file
+                os.fsync(file.fileno())  # before the rename, so that a crash leaves no truncated file
         for number, part in enumerate(parts, 1):
             suffix = f"-{number:05}-of-{len(parts):05}" if len(parts) > 1 else ""
             (new / f"model{suffix}.gguf").symlink_to(part)

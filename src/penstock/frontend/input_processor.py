@@ -1,4 +1,4 @@
-"""From prompts to engine requests: encoding, defaults, checks."""
+"""``InputProcessor``: converts prompts to engine requests (tokenization, defaults, validation)."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ if TYPE_CHECKING:  # it imports NumPy
     from .speech.processor import SpeechProcessor
 
 MAX_TOKENS = 16
-"""OpenAI's default for completions."""
+"""OpenAI's default ``max_tokens`` of completions."""
 NO_GENERATION = SamplingParams(max_tokens=1, detokenize=False)
-"""Sampling parameters of requests that generate nothing (embeddings)."""
+"""Sampling parameters of pooling requests, which generate nothing."""
 LOGPROB_FIELDS = ("logprobs", "prompt_logprobs", "return_context_logits", "return_generation_logits")
-"""Fields that ask for logprobs or logits; ``enable_logprob`` false refuses them."""
+"""Fields that request logprobs or logits; rejected with ``enable_logprob`` false."""
 REASONING_LIMITS = ("reasoning_max_tokens", "response_max_tokens")
-"""Fields that limit the tokens of reasoning, and of the answer after it."""
+"""Fields that limit the number of tokens of the reasoning, and of the answer after it."""
 
 
 class InputProcessor:
-    """A model's tokenizer, chat renderer, media and default sampling parameters.
+    """Tokenizer, chat renderer, media processors and default sampling parameters of a model.
 
     Args:
         model: folder of the checkpoint; empty for the built-in model.
         options: tokenizer, template and parser options.
-        max_output_len: upper limit of a request's ``max_tokens``; 0 is none.
-        isolated: run the tokenizer in another process, so that loading it does not block this one's event loop.
-        check_types: check the types of each request's fields, for requests of Python code. Requests of a server's
-            clients have been checked when they were parsed.
+        max_output_len: upper limit of a request's ``max_tokens``; 0: none.
+        isolated: run the tokenizer in another process, so that loading it does not block the event loop.
+        check_types: check the types of each request's fields, for requests of the Python interface. HTTP requests
+            have been checked by the parser.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class InputProcessor:
         self._options = options
         self._check_types = check_types
         self.default_max_tokens = min(MAX_TOKENS, max_output_len or MAX_TOKENS)
-        """``max_tokens`` of a completion that does not give it."""
+        """``max_tokens`` of a completion request without one."""
         source = Path(options.tokenizer or folder)
         template = _template(options.chat_template, source)
         self.tokenizer: Tokenizer
@@ -87,71 +87,71 @@ class InputProcessor:
         self.media = PromptMedia(folder, self.tokenizer, options)
         self.chats = ChatRenderer(self.tokenizer, self.media, options)
         self.speech = self._read_speech_processor(folder)
-        """Of a model that transcribes audio; None of others."""
+        """Audio processor of a speech-to-text model; None for other models."""
 
     def close(self) -> None:
-        """End the processes that encode and that render templates, where there are any."""
+        """Stop the tokenizer and template processes, if there are any."""
         self.chats.close()
         self.tokenizer.close()
 
     def _read_speech_processor(self, folder: Path) -> SpeechProcessor | None:
-        """The processor of a model that transcribes; None of others, whose processes then do without NumPy."""
         if not (folder / CONFIG).is_file() or not is_speech(config := read_config_json(folder, weights=False)):
             return None
-        from .speech.processor import read_speech_processor
+        from .speech.processor import read_speech_processor  # imports NumPy
 
         return read_speech_processor(folder, self.tokenizer, self._defaults.eos_token_ids[0], config, self._options)
 
     @property
-    def gives_logprobs(self) -> bool:
-        """Whether requests may ask for logprobs."""
+    def allows_logprobs(self) -> bool:
+        """True if requests may ask for logprobs (``enable_logprob``)."""
         return self._options.enable_logprob
 
     def check_chats(self) -> None:
-        """Raise ``PenstockError`` (``unsupported``) where the model answers none."""
+        """Raise ``PenstockError`` (``unsupported``) if the model does not support chats."""
         if self.speech:
-            words = "this model transcribes audio, and has no chats: send a file to /v1/audio/transcriptions"
-            raise PenstockError(Code.UNSUPPORTED, words)
+            message = "this speech-to-text model does not support chats: send an audio file to /v1/audio/transcriptions"
+            raise PenstockError(Code.UNSUPPORTED, message)
 
     @cached_property
     def default_sampling(self) -> SamplingParams:
-        """The sampling parameters of ``generation_config.json``, with ``override_generation_config`` applied."""
+        """Sampling parameters of ``generation_config.json``, with ``override_generation_config`` applied."""
         checkpoint = {} if self._options.generation_config == "vllm" else self._defaults.sampling
         return SamplingParams(**{"max_tokens": self.default_max_tokens, **checkpoint, **self._options.sampling()})
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a sequence, at least one."""
+        """Ids of the tokens that end a sequence, at least one."""
         return self._defaults.eos_token_ids
 
     @cached_property
     def pooler(self) -> PoolerConfig:
-        """How the checkpoint pools hidden states into embeddings, classes or scores.
+        """How hidden states are pooled to embeddings, classes or scores.
 
-        Raises ``PenstockError`` where it is not supported.
+        Raises ``PenstockError`` if the checkpoint's pooling is not supported.
         """
         return read_pooler(self._folder, self._options, self.tokenizer)
 
     def pair(self, first: str, second: str) -> Texts | Messages:
-        """Two texts as a cross-encoder reads them: a pair, or with a chat template that was given, messages of the
-        roles ``query`` and ``document``."""
-        first, second = self.pooler.folded(first), self.pooler.folded(second)
+        """Format two texts as input of a cross-encoder: a pair, or, with the option ``chat_template``, messages with
+        the roles ``query`` and ``document``."""
+        first, second = self.pooler.normalize_case(first), self.pooler.normalize_case(second)
         if self._options.chat_template:
             return [{"role": "query", "content": first}, {"role": "document", "content": second}]
-        return Texts(first + second) if self.pooler.joins_texts else Texts(first, second)
+        return Texts(first + second) if self.pooler.concatenate_pairs else Texts(first, second)
 
     def encode_texts(self, texts: Texts) -> TokenizedPrompt:
-        """The prompt of a pair of texts, or of a text within a limit."""
+        """Encode a pair of texts, or a text with a token limit."""
         token_ids, second_text = self.tokenizer.encode_texts(texts)
         has_types = second_text and self.pooler.token_types
         return TokenizedPrompt(token_ids, second_text=second_text if has_types else 0)
 
     def encode(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a prompt."""
+        """Encode a prompt to token ids."""
         return self._text_and_tokens(prompt, add_special_tokens)[1]
 
     def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
-        """A prompt of Python code, encoded, with its images and videos. Raises ``PenstockError`` where it is wrong."""
+        """Encode a prompt of the Python interface, and load its images and videos. Raises ``PenstockError`` if it is
+        invalid."""
         if isinstance(prompt, TokenizedPrompt):
             return prompt
         text, token_ids = self._text_and_tokens(prompt)
@@ -189,26 +189,26 @@ class InputProcessor:
         pooling: PoolingParams | None = None,
         **fields: Any,
     ) -> OutputProcessor:
-        """The output processor of a new request; its ``request`` is to be sent to the engine.
+        """Create the output processor of a new request; the caller sends its ``request`` to the engine.
 
         Args:
             fields: other fields of ``EngineRequest``.
 
-        Raises ``PenstockError`` where the request is invalid, or asks for logprobs that this server does not give.
+        Raises ``PenstockError`` if the request is invalid, or asks for logprobs that are disabled.
         """
         sampling = sampling or self.default_sampling
         for field in () if self._options.enable_logprob else LOGPROB_FIELDS:
             if (value := getattr(sampling, field)) is not None and value is not False:
-                raise PenstockError(Code.UNSUPPORTED, f"{field}: none are given here (enable_logprob)", field)
+                raise PenstockError(Code.UNSUPPORTED, f"{field}: is disabled on this server (enable_logprob)", field)
         for field in LOGPROB_FIELDS[:2]:
             if (getattr(sampling, field) or 0) > (maximum := self._options.max_logprobs):
-                raise invalid(field, f"must be at most {maximum} here (max_logprobs)", maximum)
+                raise invalid(field, f"must be at most {maximum} on this server (max_logprobs)", maximum)
         bad_words = [self.tokenizer.encode(form, False) for word in sampling.bad_words for form in (word, f" {word}")]
         if bad_words:
             sampling = sampling.replace(bad_word_ids=sampling.bad_word_ids + tuple(map(tuple, bad_words)))
         internal_logprobs = sampling.num_returned > sampling.n and sampling.logprobs is None
         if internal_logprobs:
-            sampling = sampling.replace(logprobs=0)  # to choose the best n of best_of
+            sampling = sampling.replace(logprobs=0)  # needed to rank the sequences of best_of
         reasoning_span = self._reasoning_span(sampling, prompt.parser_config)
         if reasoning_span is None and (limit := sampling.response_max_tokens) is not None:  # no reasoning
             sampling = sampling.replace(max_tokens=min(limit, sampling.max_tokens or limit))
@@ -233,7 +233,7 @@ class InputProcessor:
         )
 
     def vocabulary(self) -> Vocabulary:
-        """The vocabulary as guided decoding needs it."""
+        """Vocabulary in the form that guided decoding needs."""
         return self._vocabulary
 
     @cached_property
@@ -241,13 +241,13 @@ class InputProcessor:
         return Vocabulary(self.tokenizer.to_json(), list(self._defaults.eos_token_ids))
 
     def _reasoning_span(self, sampling: SamplingParams, parser_config: ParserConfig | None) -> ReasoningSpan | None:
-        """The reasoning span for the engine; None where neither a limit nor guided decoding depends on it.
+        """Reasoning span for the engine; None if neither a limit nor guided decoding depends on it.
 
-        Raises ``PenstockError`` where the reasoning's length is to be limited and the model has no reasoning.
+        Raises ``PenstockError`` if the reasoning's length is limited and the model has no reasoning.
         """
         limits = [name for name in REASONING_LIMITS if getattr(sampling, name) is not None]
         if limits and parser_config is None:
-            raise invalid(limits[0], "is for chats only")
+            raise invalid(limits[0], "is supported for chats only")
         if not limits and not sampling.guided_decoding:
             return None
         form = parser_config.reasoning if parser_config else None
@@ -257,7 +257,7 @@ class InputProcessor:
         begin, end = (self.tokenizer.token_to_id(marker) for marker in markers)
         if begin is None or end is None:
             if limits:
-                message = "this model's reasoning cannot be limited: there is no token that ends it"
+                message = "this model's reasoning cannot be limited, because no single token ends it"
                 raise PenstockError(Code.UNSUPPORTED, f"{limits[0]}: {message}", limits[0])
             return None
         assert parser_config and form
@@ -274,7 +274,7 @@ class InputProcessor:
 
 
 def _template(given: str | None, folder: Path) -> str | None:
-    """The text of a chat template: given itself (it contains ``{``), in a file, or one that the checkpoint names."""
+    """Text of a chat template given as text (it contains ``{``), path of a file, or name of one in the checkpoint."""
     if not given or "{" in given:
         return given
     path = Path(given)
@@ -284,10 +284,10 @@ def _template(given: str | None, folder: Path) -> str | None:
 
 
 def _checked(request: EngineRequest) -> EngineRequest:
-    """The request after a round trip through MessagePack, which checks the types of all fields but the media, which
-    are loaded here.
+    """Check the types of a request's fields with a round trip through MessagePack. Media are skipped, as they are
+    created by this process.
 
-    Raises ``PenstockError`` (``invalid``) where a value is not of its field's type.
+    Raises ``PenstockError`` (``invalid``) if a value has the wrong type.
     """
     plain = msgspec.structs.replace(request, images=(), audio=None)
     try:

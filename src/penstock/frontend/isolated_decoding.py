@@ -1,6 +1,6 @@
-"""Decoding of media files, which are not trusted, in a process of its own.
+"""Decoding of untrusted media files in a separate process.
 
-The process reads a request and the file on standard input and writes its reply on standard output. Its memory and
+The process reads a request and the file from standard input and writes its reply to standard output. Its memory and
 processor time are limited, and it is killed when it takes too long.
 """
 
@@ -20,21 +20,21 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 MAX_MEMORY = 4 * 2**30
-"""Bytes of the process's address space."""
+"""Limit of the process's address space in bytes."""
 
 
 def decode_isolated(module: str, request: msgspec.Struct, data: bytes, reply: type[T], kind: str, timeout: float) -> T:
-    """Decode a file in a process.
+    """Decode a file in a separate process.
 
     Args:
-        module: which the process runs; it calls ``serve_one``.
-        request: what the process is asked.
-        data: the file.
+        module: module that the process runs; it calls ``serve_one``.
+        request: arguments for the process.
+        data: content of the file.
         reply: type of the reply.
-        kind: what the file is, ``video`` or ``audio``, for errors.
-        timeout: seconds that it may take, of the option ``KIND_timeout``.
+        kind: ``video`` or ``audio``, for error messages.
+        timeout: time limit in seconds (option ``video_timeout`` or ``audio_timeout``).
 
-    Raises ``PenstockError`` (``invalid``) where the process fails or takes too long.
+    Raises ``PenstockError`` (``invalid``) if the process fails or takes too long.
     """
     encoded = msgspec.msgpack.encode(request)
     try:
@@ -45,7 +45,7 @@ def decode_isolated(module: str, request: msgspec.Struct, data: bytes, reply: ty
             stderr=subprocess.DEVNULL,
             timeout=timeout,
             check=True,
-            process_group=0,  # a terminal's Ctrl-C must not end work under way
+            process_group=0,  # Ctrl-C in a terminal must not kill a decoder of an open request
         )
         return msgspec.msgpack.decode(done.stdout, type=reply)
     except subprocess.TimeoutExpired as error:
@@ -57,11 +57,11 @@ def decode_isolated(module: str, request: msgspec.Struct, data: bytes, reply: ty
 def serve_one(
     request_type: type[R], timeout: Callable[[R], float], answer: Callable[[bytes, R], msgspec.Struct]
 ) -> None:
-    """In the process: answer the one request.
+    """Serve the one request of a decoding process. Runs in that process.
 
     Args:
-        timeout: seconds of processor time that a request may take.
-        answer: makes the reply of the file and the request.
+        timeout: returns the limit of processor time in seconds.
+        answer: returns the reply for the file and the request.
     """
     size = int.from_bytes(sys.stdin.buffer.read(8), "little")
     request = msgspec.msgpack.decode(sys.stdin.buffer.read(size), type=request_type)

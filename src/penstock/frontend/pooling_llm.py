@@ -1,4 +1,4 @@
-"""What ``LLM`` has for models whose prompts are pooled: embeddings, classes, and scores of pairs of texts."""
+"""Pooling methods of ``LLM``: embeddings, classification, and scores of text pairs."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ Params = PoolingParams | Sequence[PoolingParams] | None
 
 
 class PoolingLLM(ABC):
-    """Base of ``LLM``. Arguments that several methods have:
+    """Pooling methods of ``LLM``. Common arguments:
 
-    ``pooling_params``: one for all, or one per prompt; what they leave open is as the checkpoint says.
+    ``pooling_params``: one for all, or one per prompt; fields that are None default to the checkpoint's.
     ``lora_request``: as for ``LLM.generate``.
-    ``truncate_prompt_tokens``: tokens of a prompt that are kept, special ones included; -1 is what the model takes.
+    ``truncate_prompt_tokens``: number of tokens to keep of a prompt, including special tokens; -1: the model's maximum.
 
-    All raise ``PenstockError`` for a prompt that can never run or has failed.
+    All raise ``PenstockError`` for an invalid prompt, or one that fails.
     """
 
     engine: Engine
@@ -50,11 +50,11 @@ class PoolingLLM(ABC):
 
     @abstractmethod
     def _adapters(self, given: LoRA, count: int) -> list[str]:
-        """Load the adapters; returns the name of each prompt's."""
+        """Load the adapters; returns the adapter name of each prompt, empty for none."""
 
     @abstractmethod
     def _run(self, processors: list[OutputProcessor], use_tqdm: bool) -> list[RequestOutput]:
-        """Run requests to their end."""
+        """Run requests until they are finished."""
 
     def embed(
         self,
@@ -69,8 +69,8 @@ class PoolingLLM(ABC):
         """Embed prompts.
 
         Args:
-            prompt_name: what texts begin with, of the checkpoint's ``config_sentence_transformers.json``; None is its
-                default, and empty is nothing.
+            prompt_name: name of a prefix of texts in ``config_sentence_transformers.json``; None: the default one
+                there; empty: no prefix.
         """
         pooler = self._input_processor.pooler
         texts = [pooler.with_prompt(each, prompt_name) if isinstance(each, str) else each for each in as_list(prompts)]
@@ -87,7 +87,7 @@ class PoolingLLM(ABC):
         lora_request: LoRA = None,
         truncate_prompt_tokens: int | None = None,
     ) -> list[ClassificationRequestOutput]:
-        """The probability of each class of a checkpoint with a classifier (``…ForSequenceClassification``)."""
+        """Class probabilities, for models with a classifier (``…ForSequenceClassification``)."""
         outputs = self._classified(as_list(prompts), pooling_params, use_tqdm, lora_request, truncate_prompt_tokens)
         return [ClassificationRequestOutput.of(output) for output in outputs]
 
@@ -100,7 +100,7 @@ class PoolingLLM(ABC):
         lora_request: LoRA = None,
         truncate_prompt_tokens: int | None = None,
     ) -> list[PoolingRequestOutput]:
-        """The classifier's outputs for every token, as reward models give them."""
+        """Classifier outputs for every token, for reward models."""
         return self.encode(
             prompts,
             pooling_params,
@@ -120,11 +120,11 @@ class PoolingLLM(ABC):
         truncate_prompt_tokens: int | None = None,
         pooling_task: PoolingTask | None = None,
     ) -> list[PoolingRequestOutput]:
-        """What the model pools, as numbers.
+        """Pool prompts to vectors.
 
         Args:
-            pooling_task: ``embed``, ``classify`` (or ``score``), or ``token_embed`` and ``token_classify``, which give
-                a vector for each token; None is what the checkpoint is for.
+            pooling_task: ``embed``, ``classify`` (or ``score``), or ``token_embed`` or ``token_classify`` for one
+                vector per token; None: the checkpoint's task.
         """
         each = as_list(prompts)
         params = [
@@ -147,9 +147,9 @@ class PoolingLLM(ABC):
         pooling_params: PoolingParams | None = None,
         lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
-        """Scores of texts, in pairs or of one and several: of a cross-encoder, which reads both texts of a pair at
-        once; for others as ``similarity``."""
-        if not self._input_processor.pooler.scores_pairs:
+        """Score text pairs: item by item, or one text of ``data_1`` against each of ``data_2``. Embedding models return
+        the cosine similarity (see ``similarity``)."""
+        if not self._input_processor.pooler.is_cross_encoder:
             return self.similarity(data_1, data_2, use_tqdm=use_tqdm, lora_request=lora_request)
         first, second = _pairs(as_list(data_1), as_list(data_2))
         processor = self._input_processor
@@ -168,7 +168,7 @@ class PoolingLLM(ABC):
         use_tqdm: bool = True,
         lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
-        """The similarity of texts, in pairs or of one and several: the cosine between their embeddings."""
+        """Cosine similarity of embeddings: item by item, or of one ``text_1`` with each ``text_2``."""
         first, second = as_list(text_1), as_list(text_2)
         _pairs(first, second)
         outputs = self.embed([*first, *second], use_tqdm=use_tqdm, lora_request=lora_request)
@@ -184,7 +184,7 @@ class PoolingLLM(ABC):
         self, prompts: Sequence[Prompt | Texts], params: Params, use_tqdm: bool, lora: LoRA, limit: int | None
     ) -> list[RequestOutput]:
         pooler = self._input_processor.pooler
-        texts = [pooler.folded(each) if isinstance(each, str) else each for each in prompts]
+        texts = [pooler.normalize_case(each) if isinstance(each, str) else each for each in prompts]
         each = [pooler.classifier_params(one) for one in per_prompt(params, len(texts), "pooling_params")]
         return self._pool(texts, each, use_tqdm, lora, limit)
 
@@ -213,7 +213,7 @@ class PoolingLLM(ABC):
 
     def _prompt(self, prompt: Prompt | Texts, limit: int | None) -> TokenizedPrompt:
         if limit is not None and (limit < -1 or limit == 0):
-            raise invalid("truncate_prompt_tokens", "must be at least 1, or -1 for what the model takes", 1)
+            raise invalid("truncate_prompt_tokens", "must be at least 1, or -1 for the model's maximum", 1)
         limit = self.engine.max_model_len if limit == -1 else limit
         if isinstance(prompt, Texts):
             return self._input_processor.encode_texts(Texts(prompt.text, prompt.pair, max_len=limit))
@@ -226,23 +226,24 @@ class PoolingLLM(ABC):
 
 
 def _pairs(first: Sequence[T], second: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
-    """As many of both. Raises ``PenstockError`` (``invalid``) where there are several of both, and not as many."""
+    """Repeat a single ``first`` for each of ``second``. Raises ``PenstockError`` (``invalid``) if there are several of
+    both, and their numbers differ."""
     if len(first) not in (1, len(second)):
-        raise invalid("text_2", f"{len(second)} given for {len(first)} of text_1", len(first))
+        raise invalid("text_2", f"has {len(second)} texts, and text_1 has {len(first)}", len(first))
     return (list(first) * len(second) if len(first) == 1 else first), second
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts, from one or several."""
+    """Convert one prompt or several to a list."""
     if isinstance(prompts, str | Mapping | TokenizedPrompt) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [cast(Prompt, prompts)]
     return cast(list[Prompt], list(prompts))
 
 
 def per_prompt(given: T | Sequence[T], count: int, field: str) -> list[T]:
-    """One value per prompt, from one for all or a sequence."""
+    """Convert one value for all prompts, or a sequence with one per prompt, to a list."""
     if not isinstance(given, Sequence):
         return [given] * count
     if len(given) != count:
-        raise invalid(field, f"{len(given)} given for {count} prompts", count)
+        raise invalid(field, f"has {len(given)} items for {count} prompts", count)
     return list(given)

@@ -1,6 +1,6 @@
-"""Weights that a Python caller gives as tensors: handed to the engine's processes as a checkpoint in shared memory.
+"""Weights given as tensors, passed to the engine's processes as a checkpoint in shared memory.
 
-Nothing is pickled: the file is safetensors, which the workers map, and is removed when they have packed it.
+Nothing is pickled: the workers map a safetensors file, which is deleted once they have packed it.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NamedTensors: TypeAlias = "Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]"
-"""Tensors by the names that they have in a checkpoint."""
+"""Tensors by their names in a checkpoint."""
 SHARED_MEMORY = Path("/dev/shm")
 
 
 @contextmanager
-def as_folder(weights: NamedTensors | str | Path, model: str) -> Iterator[str]:
-    """The folder of weights: that of a checkpoint or GGUF file, or one in shared memory with the tensors, until the
-    context ends.
+def as_checkpoint_folder(weights: NamedTensors | str | Path, model: str) -> Iterator[str]:
+    """Context with a checkpoint folder for weights: that of a checkpoint or GGUF file, or a temporary one in shared
+    memory with the tensors.
 
     Args:
-        model: folder of the served model, whose configuration goes with the tensors; empty for the built-in one.
+        model: folder of the served model, whose configuration is added to the tensors; empty: the built-in model.
 
-    Raises ``PenstockError`` where the tensors are none, or shared memory has no room for them.
+    Raises ``PenstockError`` if a tensor is given twice, or shared memory has too little space.
     """
     if isinstance(weights, str | Path):
         path = Path(weights).absolute()
         yield str(checkpoint_folder(path) if path.suffix == ".gguf" and path.is_file() else path)
         return
-    from safetensors.torch import save_file  # which brings PyTorch
+    from safetensors.torch import save_file  # imports PyTorch
 
     given = list(weights.items() if isinstance(weights, Mapping) else weights)
     names = [name for name, _ in given]
     if len(set(names)) < len(names):
-        raise invalid("weights", "have a tensor twice")
+        raise invalid("weights", "contain two tensors of the same name")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in given}
     size = sum(tensor.nbytes for tensor in tensors.values())
     if size > (free := shutil.disk_usage(SHARED_MEMORY).free):
-        words = f"{SHARED_MEMORY} has {free / 1e9:.2f} GB free, and the tensors take {size / 1e9:.2f} GB: enlarge it"
-        raise PenstockError(Code.UNSUPPORTED, f"{words}, or save them to a folder and give that", "weights")
+        space = f"the tensors need {size / 1e9:.2f} GB, and {SHARED_MEMORY} has {free / 1e9:.2f} GB free"
+        message = f"{space}: enlarge it, or save the tensors to a folder and pass its path"
+        raise PenstockError(Code.UNSUPPORTED, message, "weights")
     folder = Path(tempfile.mkdtemp(prefix=f"penstock-weights-{os.getpid()}-", dir=SHARED_MEMORY))
     try:
-        shared = _without_sharing(tensors)
-        save_file(shared, folder / "model.safetensors")
+        save_file(_unshared(tensors), folder / "model.safetensors")
         config = model_config(read_plain_config_json(Path(model) if model else demo.CHAT))
         (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
         yield str(folder)
@@ -66,8 +66,8 @@ def as_folder(weights: NamedTensors | str | Path, model: str) -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _without_sharing(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of tensors that share memory with another, as tied embeddings do, which the format cannot express."""
+def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Clone tensors that share memory with another (such as tied embeddings), which safetensors does not support."""
     seen: set[int] = set()
     result = {}
     for name, tensor in tensors.items():

@@ -1,10 +1,9 @@
-"""Downloads of models: from the hubs of Hugging Face and ModelScope, object stores, web servers and package indexes.
+"""Downloads of models from Hugging Face, ModelScope, object stores, web servers and package indexes.
 
-``huggingface_hub`` lists a model's files, finds tokens, and defines the cache and its settings. It does not fetch them:
-it knows its own hub alone; over HTTP it compares what arrives with the announced size, but with no hash; and a program
-that is started again fetches an interrupted file from its start. ``downloader.py`` fetches parts of files in parallel,
-notes in a journal what is on the disk, and checks SHA-256 or git hashes, the same for all sources; ``hub_cache.py``
-puts the files into the hub's cache.
+``huggingface_hub`` lists a model's files, finds tokens, and defines the cache and its settings. It is not used to fetch
+files: it supports only its own hub, checks sizes but no hashes over HTTP, and after a restart fetches an interrupted
+file from the beginning. ``downloader.py`` fetches parts of files in parallel, records written ranges in a journal, and
+checks SHA-256 or git hashes, for all sources; ``hub_cache.py`` puts the files into the hub's cache.
 """
 
 from .names import ModelName, parse

@@ -1,4 +1,4 @@
-"""Fetches files: in parallel, resumed where an earlier attempt stopped, checked, and named when they are whole."""
+"""Parallel, resumable downloads of files. A file gets its final name when it is complete and its hash is checked."""
 
 from __future__ import annotations
 
@@ -23,37 +23,35 @@ from .remote import InterruptedTransferError, RangesIgnoredError, RemoteFile, So
 logger = logging.getLogger(__name__)
 
 MAX_WORKERS = 8
-"""Connections at the same time."""
+"""Number of concurrent connections."""
 PART_BYTES = 2**26
-"""Bytes that a connection is asked for at a time."""
+"""Size of a range request."""
 JOURNAL_BYTES = 2**23
-"""Bytes after which an arriving part is synced to the disk and noted in the journal."""
+"""Number of bytes after which a part is synced to disk and recorded in the journal."""
 RETRY_DELAYS = (0.0, 1.0, 2.0, 4.0)
-"""Seconds before each further attempt, since a byte last arrived."""
-WHOLE_ATTEMPTS = 3
-"""How often a file is fetched whose bytes are wrong."""
+"""Seconds to wait before each retry; reset when bytes arrive."""
+MAX_FILE_ATTEMPTS = 3
+"""How often a file with a wrong hash is fetched again."""
 MAX_PAUSE = 120.0
-"""Seconds that a source may ask to wait."""
-
-
+"""Longest wait that a source may ask for, in seconds."""
 STOP_TIMEOUT = 2.0
-"""Seconds for the other connections to note what has arrived, when one has failed."""
+"""Seconds that other threads get to record their progress when one has failed."""
 
 
 class Destination(Protocol):
-    """Where files are put."""
+    """Folder that files are downloaded to."""
 
     folder: Path
-    """The folder of the files."""
+    """Folder with the files."""
 
     def has(self, file: RemoteFile) -> bool:
-        """Whether the whole file is there."""
+        """True if the complete file exists."""
 
     def partial_path(self, file: RemoteFile) -> Path:
-        """Where its bytes arrive, on the same file system."""
+        """Path of the incomplete file, on the same file system."""
 
-    def put(self, file: RemoteFile, whole: Path) -> None:
-        """Give a whole file, which is on the disk, its name."""
+    def put(self, file: RemoteFile, downloaded: Path) -> None:
+        """Move a complete file, which is synced to disk, to its final path."""
 
 
 def fetch(
@@ -63,47 +61,44 @@ def fetch(
     max_workers: int = MAX_WORKERS,
     progress: bool = True,
 ) -> None:
-    """Fetch the files that are not there yet.
+    """Fetch the files that the destination does not have.
 
     Args:
-        max_workers: connections at the same time.
+        max_workers: number of concurrent connections.
         progress: show a progress bar.
 
-    Raises ``PenstockError``: ``unavailable`` where the source keeps failing, ``invalid`` where the disk has no room or
-    contents are not those that the source announced; what arrived is kept for the next call.
+    Raises ``PenstockError``: ``unavailable`` if the source keeps failing, ``invalid`` if disk space is missing or a
+    hash is wrong. The next call resumes the download.
     """
     try:
-        while lacking := [file for file in files if not destination.has(file)]:
-            each_once = {destination.partial_path(file): file for file in lacking}  # several may have one content
-            partials = {file: PartialFile(path, file) for path, file in each_once.items()}
-            check_disk_space(destination.folder, sum(partial.room_needed for partial in partials.values()))
+        while missing := [file for file in files if not destination.has(file)]:
+            unique = {destination.partial_path(file): file for file in missing}  # files may have the same content
+            partials = {file: PartialFile(path, file) for path, file in unique.items()}
+            check_disk_space(destination.folder, sum(partial.space_needed for partial in partials.values()))
             _Download(source, destination, partials, len(files), progress).run(max_workers)
     except OSError as error:
         raise cannot_write(error, destination.folder) from error
 
 
 def check_disk_space(folder: Path, needed: int) -> None:
-    """Raises ``PenstockError`` (``invalid``) where fewer bytes than that are free."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
+    """Raise ``PenstockError`` (``invalid``) if fewer than ``needed`` bytes are free."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     if needed > free:
-        words = f"{needed:,} bytes are needed, and {free:,} are free in {there}: make room, or name another folder"
-        raise invalid("download_dir", words, free)
+        message = f"{needed:,} bytes are needed, and {free:,} are free in {existing}: free space, or use another folder"
+        raise invalid("download_dir", message, free)
 
 
 def cannot_write(error: OSError, folder: Path) -> PenstockError:
     """The error for a folder that cannot be written."""
-    place = error.filename or folder
-    return invalid(
-        "download_dir", f"cannot write {place} ({error.strerror or error}): make room, or name another folder"
-    )
+    problem = f"cannot write {error.filename or folder} ({error.strerror or error})"
+    return invalid("download_dir", f"{problem}: free space, or use another folder")
 
 
 class _Download:
-    """The threads of one call of ``fetch``, and the parts that are left for them.
+    """Threads of one call of ``fetch``, and their queue of parts.
 
-    The threads are daemons: a key that interrupts the program ends it at once, and the next call goes on from the
-    journals.
+    The threads are daemons, so that Ctrl-C ends the program immediately; the next call resumes from the journals.
     """
 
     def __init__(
@@ -118,7 +113,7 @@ class _Download:
         self._destination = destination
         self.source_name = source.name
         self._changed = threading.Condition()
-        self._naming = threading.Lock()
+        self._put_lock = threading.Lock()
         self._error: BaseException | None = None
         self._waiting = deque(_FileTransfer(self, file, partial) for file, partial in partials.items())
         self._parts: deque[tuple[_FileTransfer, Range]] = deque()
@@ -133,7 +128,7 @@ class _Download:
         )
 
     def run(self, max_workers: int) -> None:
-        """Returns when all files have their names; raises what a thread raised."""
+        """Returns when all files are complete; raises the first error of a thread."""
         threads = [threading.Thread(target=self._work, daemon=True) for _ in range(max_workers)]
         for thread in threads:
             thread.start()
@@ -150,22 +145,22 @@ class _Download:
             raise self._error
 
     def check(self) -> None:
-        """Raises ``_StoppedError`` where another thread has failed."""
+        """Raise ``_StoppedError`` if another thread has failed."""
         if self._error:
             raise _StoppedError
 
-    def arrived(self, count: int) -> None:
+    def add_progress(self, count: int) -> None:
         with self._changed:
             self._bar.update(count)
 
     def read(self, file: RemoteFile, start: int, end: int, write: Callable[[bytes], None]) -> None:
-        """Pass the bytes of a range to ``write``, with further attempts from where one was interrupted."""
+        """Pass the bytes of a range to ``write``; after an interruption, retry with the remaining range."""
         delays = iter(RETRY_DELAYS)
         while start < end:
             try:
                 for block in self._source.read(file, start, end):
                     if len(block) > end - start:
-                        raise InterruptedTransferError(f"{file.path} has more bytes than announced")
+                        raise InterruptedTransferError(f"the server sent more bytes of {file.path} than requested")
                     write(block)
                     start += len(block)
                     delays = iter(RETRY_DELAYS)
@@ -176,16 +171,16 @@ class _Download:
                 delay = next(delays, None)
                 if delay is None or error.pause > MAX_PAUSE:
                     raise unavailable(self._source.name, error) from error
-                logger.warning("the transfer of %s was interrupted (%s), trying again", file.path, error)
+                logger.warning("the download of %s was interrupted (%s); retrying", file.path, error)
                 time.sleep(max(delay, error.pause))
                 self.check()
 
-    def put(self, file: RemoteFile, whole: Path) -> None:
-        """Give a whole file its name, once it is on the disk."""
-        with whole.open("rb") as content:
+    def put(self, file: RemoteFile, downloaded: Path) -> None:
+        """Sync a complete file to disk and move it to its final path."""
+        with downloaded.open("rb") as content:
             os.fsync(content.fileno())
-        with self._naming:
-            self._destination.put(file, whole)
+        with self._put_lock:
+            self._destination.put(file, downloaded)
         with self._changed:
             self._num_open -= 1
             self._changed.notify_all()
@@ -203,7 +198,7 @@ class _Download:
                 self._changed.notify_all()
 
     def _take(self) -> tuple[_FileTransfer, Range] | None:
-        """The next part; None where there is none left."""
+        """Next part to fetch; None if none is left."""
         while not self._error:
             with self._changed:
                 if self._parts:
@@ -232,7 +227,7 @@ class _FileTransfer:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self) -> list[Range]:
-        """The parts that are missing, at least one, which may be empty."""
+        """Create or resume the partial file; returns its missing parts, or one empty part if nothing is missing."""
         self.partial.prepare()
         parts = [
             (first, min(first + PART_BYTES, end))
@@ -243,51 +238,51 @@ class _FileTransfer:
         return parts or [(0, 0)]
 
     def run_part(self, part: Range) -> None:
-        """Fetch a part; after the last one, check the file and give it its name."""
-        with contextlib.suppress(RangesIgnoredError):  # the whole file is fetched in the end
+        """Fetch a part. After the last one, check the file and move it to its final path."""
+        with contextlib.suppress(RangesIgnoredError):  # _complete then fetches the whole file
             self._fetch(*part)
         with self.lock:
             self.num_parts -= 1
             if self.num_parts:
                 return
-        self._make_whole()
+        self._complete()
         self.download.put(self.file, self.partial.path)
         self.partial.delete_journal()
 
-    def _make_whole(self) -> None:
-        """Check the file; fetch it again from the beginning where bytes are wrong, or missing because the source sends
-        no ranges."""
-        for _ in range(WHOLE_ATTEMPTS):
+    def _complete(self) -> None:
+        """Check the file. Fetch it again from the beginning if its hash is wrong, or if parts are missing because the
+        source does not support ranges."""
+        for _ in range(MAX_FILE_ATTEMPTS):
             digest = self.file.digest()
             if not self.partial.missing() and (not digest or digest.matches(self.partial.path)):
                 return
-            self.download.arrived(-self.partial.num_bytes)
+            self.download.add_progress(-self.partial.num_bytes)
             self.partial.delete()
             self.partial.prepare()
             with contextlib.suppress(RangesIgnoredError):
                 self._fetch(0, self.file.size)
         self.partial.delete()
-        words = f"{self.file.path} of {self.download.source_name} does not have the checksum that is announced there"
-        raise invalid("model", f"{words}, after {WHOLE_ATTEMPTS} attempts: try again later, or from another source")
+        problem = f"{self.file.path} of {self.download.source_name} has a wrong checksum"
+        raise invalid("model", f"{problem} after {MAX_FILE_ATTEMPTS} attempts: try again later, or use another source")
 
     def _fetch(self, start: int, end: int) -> None:
-        place, noted = start, start
+        offset, recorded = start, start
         descriptor = self.partial.open()
 
         def write(block: bytes) -> None:
-            nonlocal place, noted
+            nonlocal offset, recorded
             written = 0
             while written < len(block):
-                written += os.pwrite(descriptor, block[written:], place + written)
-            place += len(block)
-            self.download.arrived(len(block))
-            if place - noted >= JOURNAL_BYTES:
-                self.partial.record(descriptor, noted, place)
-                noted = place
+                written += os.pwrite(descriptor, block[written:], offset + written)
+            offset += len(block)
+            self.download.add_progress(len(block))
+            if offset - recorded >= JOURNAL_BYTES:
+                self.partial.record(descriptor, recorded, offset)
+                recorded = offset
 
         try:
             self.download.read(self.file, start, end, write)
         finally:
-            if place > noted:
-                self.partial.record(descriptor, noted, place)
+            if offset > recorded:
+                self.partial.record(descriptor, recorded, offset)
             os.close(descriptor)

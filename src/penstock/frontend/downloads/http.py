@@ -1,4 +1,4 @@
-"""Ranges of files over HTTP: redirects, statuses and broken connections."""
+"""HTTP range requests, with handling of redirects, status codes and broken connections."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ from penstock.version import __version__
 from .remote import InterruptedTransferError, RangesIgnoredError, unavailable
 
 CONNECT_TIMEOUT, READ_TIMEOUT = 10.0, 30.0
-"""Seconds for a connection, and without a byte."""
+"""Seconds to wait for a connection, and for data."""
 BLOCK_BYTES = 2**20
 MAX_REDIRECTS = 10
 MAX_SIZE = 2**63 - 1
-"""Bytes of a file."""
+"""Largest accepted file size in bytes."""
 MAX_PAUSE = 10**9
-"""Seconds of ``Retry-After`` that are read as a number."""
+"""Largest accepted ``Retry-After`` in seconds."""
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
-"""Statuses after which another attempt may succeed."""
+"""Status codes after which a retry may succeed."""
 STALE = (400, 401, 403, 404, 410)
-"""Statuses of signed addresses that have expired."""
+"""Status codes of expired signed URLs."""
 PERMANENT = (httpx2.UnsupportedProtocol, httpx2.TooManyRedirects, httpx2.InvalidURL, httpx2.DecodingError)
+"""Errors after which a retry cannot succeed."""
 
 
 class HTTPRanges:
-    """Reads ranges of files.
+    """Reads ranges of files over HTTP.
 
-    The address that an address is redirected to is remembered, so that hubs are asked once a file.
+    Redirects are cached, so that a hub gets one request per file.
 
     Args:
-        headers: sent to the first address, and to others of the same origin.
-        max_connections: at the same time.
-        explain: the error for a status after which another attempt is of no use.
+        headers: headers for the first URL, and for redirects within its origin.
+        max_connections: number of idle connections to keep.
+        explain: returns the error for a status code after which a retry is useless.
     """
 
     def __init__(
@@ -63,16 +64,13 @@ class HTTPRanges:
 
     @contextlib.contextmanager
     def open(self, url: str, headers: Mapping[str, str]) -> Iterator[httpx2.Response]:
-        """A response, whose body is not read yet, of any status but those of ``TRANSIENT``.
+        """Context with a streaming response, with any status but those of ``TRANSIENT``.
 
-        Raises ``InterruptedTransferError``, also while the body is read; ``PenstockError`` where another attempt is of
-        no use.
+        Raises ``InterruptedTransferError``, also while the body is read; ``PenstockError`` if a retry is useless.
         """
-        shown = without_secrets(url)
         try:
-            place = self._redirected.get(url)
-            if place:
-                with self._client.stream("GET", place, headers=dict(headers)) as response:
+            if target := self._redirected.get(url):
+                with self._client.stream("GET", target, headers=dict(headers)) as response:
                     if response.status_code not in STALE:
                         _check_transient(response)
                         yield response
@@ -84,16 +82,17 @@ class HTTPRanges:
                     self._redirected[url] = str(response.url)
                 yield response
         except PERMANENT as error:
-            raise invalid("model", f"{shown} is redirected to an address that cannot be read ({error})") from error
+            message = f"{without_secrets(url)} is redirected to an address that cannot be read ({error})"
+            raise invalid("model", message) from error
         except httpx2.HTTPError as error:
             raise InterruptedTransferError(str(error) or type(error).__name__) from error
 
     def read(self, url: str, start: int, end: int, size: int, version: str = "") -> Iterator[bytes]:
-        """The bytes of a range, as ``Source.read``.
+        """Read a range of a file, as ``Source.read``.
 
         Args:
-            size: of the file, which the response has to repeat.
-            version: the file's ETag; of another one no byte is taken.
+            size: size of the file in bytes; a response with another size is an error.
+            version: ETag of the file; a response with another one is an error. Empty: not checked.
         """
         with self.open(url, {"Range": f"bytes={start}-{end - 1}"}) as response:
             if not response.is_success:
@@ -105,19 +104,19 @@ class HTTPRanges:
                 if total not in (None, size):
                     raise _changed(url)
                 if first != start:
-                    raise InterruptedTransferError(f"a range from {first} was sent in place of one from {start}")
+                    raise InterruptedTransferError(f"the server sent a range from {first} instead of {start}")
             elif start:
                 raise RangesIgnoredError
-            left = end - start
+            remaining = end - start
             for block in response.iter_raw(BLOCK_BYTES):
-                yield block[:left]
-                left -= len(block)
-                if left <= 0:
+                yield block[:remaining]
+                remaining -= len(block)
+                if remaining <= 0:
                     return
 
 
 def content_range(response: httpx2.Response) -> tuple[int | None, int | None]:
-    """First byte and the file's size in a ``Content-Range``; None for what it does not say."""
+    """Offset and file size in a ``Content-Range``, None if unknown."""
     unit, _, rest = response.headers.get("Content-Range", "").partition(" ")
     span, _, total = rest.partition("/")
     first = span.partition("-")[0]
@@ -131,12 +130,12 @@ def _refused(response: httpx2.Response) -> PenstockError:
 
 
 def status_of(response: httpx2.Response) -> str:
-    """The status in words."""
+    """Status code and reason phrase of a response."""
     return f"status {response.status_code} {response.reason_phrase}".strip()
 
 
 def get_json(ranges: HTTPRanges, url: str, limit: int) -> tuple[int, Any]:
-    """Status and JSON document of a response; None where it is not JSON, or has more than ``limit`` bytes."""
+    """Status code and JSON body of a response; the body is None if it is not JSON, or exceeds ``limit`` bytes."""
     with ranges.open(url, {}) as response:
         body = b""
         for block in response.iter_bytes(BLOCK_BYTES):
@@ -150,7 +149,7 @@ def get_json(ranges: HTTPRanges, url: str, limit: int) -> tuple[int, Any]:
 
 
 def without_secrets(url: str) -> str:
-    """A URL for messages: without user, password, query and fragment."""
+    """URL for messages, without user, password, query and fragment."""
     parsed = httpx2.URL(url)
     return str(parsed.copy_with(userinfo=b"", query=None, fragment=None))
 
@@ -162,7 +161,7 @@ def _check_transient(response: httpx2.Response) -> None:
 
 
 def _retry_after(text: str) -> float:
-    """Seconds; 0 for none."""
+    """Seconds to wait according to a ``Retry-After`` header; 0 if it is missing or malformed."""
     if (seconds := read_decimal(text.strip(), MAX_PAUSE)) is not None:
         return float(seconds)
     try:
@@ -174,12 +173,12 @@ def _retry_after(text: str) -> float:
 
 
 def _refuse_downgrade(response: httpx2.Response) -> None:
-    """Contents that were asked for by TLS do not come without."""
+    """Raise an error for a redirect from HTTPS to another scheme."""
     if response.has_redirect_location and response.url.scheme == "https":
         scheme = response.url.join(response.headers["Location"]).scheme
         if scheme != "https":
-            raise httpx2.UnsupportedProtocol(f"{scheme}:// in place of https://")
+            raise httpx2.UnsupportedProtocol(f"{scheme}:// instead of https://")
 
 
 def _changed(url: str) -> PenstockError:
-    return invalid("model", f"{without_secrets(url)} has changed while it was fetched: start again")
+    return invalid("model", f"{without_secrets(url)} has changed during the download: start again")

@@ -1,8 +1,8 @@
-"""The cache that programs share which use models of the Hugging Face hub, as the destination of a download.
+"""Hugging Face's shared cache as the destination of a download.
 
-Its layout is documented with ``huggingface_hub`` ("Understand caching"): ``blobs`` has contents by their hash,
-``snapshots`` a folder of links to them for each commit, ``refs`` the commit of each branch and tag, and ``trees`` the
-listing of each commit.
+Its layout is documented by ``huggingface_hub`` ("Understand caching"): ``blobs`` has files by hash, ``snapshots`` a
+folder of links to them per commit, ``refs`` the commit of each branch and tag, and ``trees`` the file list of each
+commit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TREE_VERSION = 1
 
 
 class _Entry(msgspec.Struct, omit_defaults=True):
-    """A file in a listing."""
+    """File in a listing."""
 
     size: int
     blob_id: str
@@ -36,10 +36,10 @@ class _Tree(msgspec.Struct):
 
 
 class HubCache:
-    """A ``Destination``: the snapshot of one commit.
+    """``Destination``: the snapshot of one commit.
 
     Args:
-        cache: the folder of all models.
+        cache: root folder of the cache.
     """
 
     def __init__(self, cache: Path, repository: str, commit: str) -> None:
@@ -50,7 +50,8 @@ class HubCache:
 
     @contextmanager
     def filling(self, listing: Listing) -> Iterator[None]:
-        """Lock the model and note what it consists of. Raises ``OSError``."""
+        """Context that locks the model; writes the listing first and deletes leftovers at the end. Raises
+        ``OSError``."""
         with locked(self._lock):
             tree = _Tree(TREE_VERSION, {file.path: _entry(file) for file in listing.files})
             replace(self._tree, msgspec.json.encode(tree))
@@ -58,7 +59,7 @@ class HubCache:
             delete_leftovers(self._model / "blobs", {self.partial_path(file) for file in listing.files})
 
     def listing(self) -> Listing | None:
-        """The files of the commit, as far as that is known without the hub."""
+        """Listing of the commit from the cache; None if it is missing or malformed."""
         try:
             tree = msgspec.json.decode(self._tree.read_bytes(), type=_Tree)
         except (OSError, msgspec.MsgspecError):
@@ -73,12 +74,12 @@ class HubCache:
         return Listing(files, self._commit)
 
     def present(self) -> list[RemoteFile]:
-        """The files of the commit that are there, whoever has put them."""
+        """Files in the snapshot, including those fetched by other programs."""
         paths = sorted(path for path in self.folder.rglob("*") if path.is_file())
         return [RemoteFile(path.relative_to(self.folder).as_posix(), path.stat().st_size) for path in paths]
 
     def has(self, file: RemoteFile) -> bool:
-        """Also for a file whose content is there from another commit, which is then linked."""
+        """True if the file is in the snapshot. A blob fetched for another commit is linked first."""
         link, blob = self.folder / file.path, self._blob(file)
         with suppress(OSError):
             return link.stat().st_size == file.size
@@ -92,12 +93,12 @@ class HubCache:
         blob = self._blob(file)
         return blob.with_name(blob.name + SUFFIX)
 
-    def put(self, file: RemoteFile, whole: Path) -> None:
-        whole.replace(self._blob(file))
+    def put(self, file: RemoteFile, downloaded: Path) -> None:
+        downloaded.replace(self._blob(file))
         self._link(self.folder / file.path, self._blob(file))
 
     def name_revision(self, revision: str) -> None:
-        """Note that a branch or tag is this commit. A cache that cannot be written is left as it is."""
+        """Record that a branch or tag points to this commit. A read-only cache is not changed."""
         path = self._model / "refs" / revision
         with suppress(OSError):
             if not path.is_file() or path.read_text(encoding="utf-8") != self._commit:
@@ -121,12 +122,12 @@ class HubCache:
 
 
 def model_folder(cache: Path, repository: str) -> Path:
-    """A model's folder in the cache."""
+    """Folder of a model in the cache."""
     return cache / "--".join(["models", *repository.split("/")])
 
 
 def commit_of(cache: Path, repository: str, revision: str) -> str:
-    """The commit that a branch or tag was when it was last fetched; empty where it never was."""
+    """Commit of a branch or tag when it was last fetched; empty if it never was."""
     try:
         return (model_folder(cache, repository) / "refs" / revision).read_text(encoding="utf-8").strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""The Hugging Face hub, and mirrors with its API."""
+"""Downloads from the Hugging Face hub and mirrors with the same API."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ ADVICE = "check the network and HF_ENDPOINT, or give a folder"
 
 
 class HuggingFace:
-    """A ``Source``: a model of the hub.
+    """``Source``: a model on the Hugging Face hub.
 
     Args:
-        token: opens gated and private models; None takes ``HF_TOKEN``, or the one that ``hf auth login`` stored.
-        endpoint: the hub's address; empty for ``HF_ENDPOINT``.
+        token: hub token for gated and private models; None: ``HF_TOKEN``, or the token stored by ``hf auth login``.
+        endpoint: address of the hub; empty: ``HF_ENDPOINT``.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class HuggingFace:
             info = HfApi(endpoint=self.endpoint, token=self._token).model_info(
                 self.name, revision=self.revision, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT
             )
-        except Exception as error:  # HTTP, TLS and file systems have no error in common
+        except Exception as error:  # HTTP, TLS and file system errors have no common base class
             raise self._as_penstock_error(error) from error
         files = [
             RemoteFile(file.rfilename, file.size or 0, file.lfs.sha256 if file.lfs else "", file.blob_id or "")
@@ -87,12 +87,12 @@ class HuggingFace:
         return unavailable(f"{self.name} at {self.endpoint}", status_of(response), ADVICE)
 
     def _gated(self) -> PenstockError:
-        says = f"{self.name} is gated: ask for access at {self.endpoint}/{self.name}, then set HF_TOKEN or --hf-token"
-        return invalid("model", says)
+        advice = f"request access at {self.endpoint}/{self.name}, then set HF_TOKEN or --hf-token"
+        return invalid("model", f"{self.name} is gated: {advice}")
 
     def _no_access(self) -> PenstockError:
-        says = f"{self.endpoint} refuses {self.name}: set HF_TOKEN or --hf-token to a token that may read it"
-        return invalid("model", says)
+        advice = "set HF_TOKEN or --hf-token to a token that may read it"
+        return invalid("model", f"{self.endpoint} denies access to {self.name}: {advice}")
 
     def _as_penstock_error(self, problem: Exception) -> PenstockError:
         from huggingface_hub import errors
@@ -102,27 +102,27 @@ class HuggingFace:
             case errors.HFValidationError():
                 return not_a_name(name)
             case errors.OfflineModeIsEnabled():
-                says = f"the cache lacks {name}, or parts of it, and HF_HUB_OFFLINE is set: unset it, or give a folder"
+                message = f"{name} is not completely cached, and HF_HUB_OFFLINE is set: unset it, or give a folder"
             case errors.RevisionNotFoundError():
                 field = "revision"
-                says = f"{name} at {hub} has no {self.revision!r}: give one of its branches, tags or commits"
+                message = f"{name} at {hub} has no {self.revision!r}: give one of its branches, tags or commits"
             case errors.GatedRepoError():
                 return self._gated()
             case errors.RepositoryNotFoundError():
-                says = f"{hub} has no model {name}, or hides it: check the name, or set HF_TOKEN or --hf-token"
+                message = f"{hub} has no public model {name}: check the name, or set HF_TOKEN or --hf-token"
             case errors.HfHubHTTPError() if problem.response.status_code in (401, 403):
                 return self._no_access()
             case _:
                 return unavailable(f"{name} from {hub}", problem, ADVICE)
-        return PenstockError(code, f"{field}: {says}", field)
+        return PenstockError(code, f"{field}: {message}", field)
 
 
 def resolve_on_hub(
     source: HuggingFace, selection: Selection, cache: Path, progress: bool
 ) -> tuple[Path, list[RemoteFile]]:
-    """The folder in the cache of a model's files, and the selected ones; fetches what is not there.
+    """Fetch the selected files of a model that are not cached; returns their folder in the cache, and the files.
 
-    Where the hub does not answer, or refuses, what the cache holds is used, with a warning.
+    If the hub does not respond or denies access, cached files are used, with a warning.
 
     Raises ``PenstockError``.
     """
@@ -130,8 +130,8 @@ def resolve_on_hub(
 
     commit = source.revision if COMMIT.fullmatch(source.revision) else ""
     try:
-        if commit and (found := _cached(cache, source.name, commit, selection, known=True)):
-            return found  # nothing can change it
+        if commit and (found := _cached(cache, source.name, commit, selection, require_listing=True)):
+            return found  # a commit never changes
         return fetch_into_cache(source, selection, cache, progress)
     except PenstockError as error:
         commit = commit or commit_of(cache, source.name, source.revision)
@@ -139,19 +139,19 @@ def resolve_on_hub(
         if not found:
             raise
         if not constants.HF_HUB_OFFLINE:
-            logger.warning("%s is taken from the cache, as last fetched. %s", source.name, error)
+            logger.warning("using the cached files of %s, which may be outdated. %s", source.name, error)
         return found
 
 
 def fetch_into_cache(
     source: HuggingFace, selection: Selection, cache: Path, progress: bool
 ) -> tuple[Path, list[RemoteFile]]:
-    """The folder in the cache of a model's files, and the selected ones, as the hub has them now.
+    """Fetch the hub's current version of the selected files; returns their folder in the cache, and the files.
 
     Raises ``PenstockError``.
     """
     listing = source.list_files()
-    files = selection.of(listing.files, source.name)
+    files = selection.select(listing.files, source.name)
     destination = HubCache(cache, source.name, listing.version)
     try:
         if not all(destination.has(file) for file in files):
@@ -165,31 +165,32 @@ def fetch_into_cache(
 
 
 def _cached(
-    cache: Path, repository: str, commit: str, selection: Selection, known: bool = False
+    cache: Path, repository: str, commit: str, selection: Selection, require_listing: bool = False
 ) -> tuple[Path, list[RemoteFile]] | None:
-    """What the cache has of a commit; None where selected files are missing.
+    """Snapshot folder and selected files of a commit; None if selected files are missing.
 
-    A snapshot of a program that has not noted what belongs to it is taken as it is, unless ``known`` is asked for.
+    Args:
+        require_listing: do not use snapshots of programs that store no listing.
     """
     destination = HubCache(cache, repository, commit)
     listing = destination.listing()
     if not listing:
-        return None if known else _unlisted(destination, selection, repository)
-    files = selection.of(listing.files, repository)
+        return None if require_listing else _unlisted(destination, selection, repository)
+    files = selection.select(listing.files, repository)
     return (destination.folder, files) if all(destination.has(file) for file in files) else None
 
 
 def _unlisted(destination: HubCache, selection: Selection, repository: str) -> tuple[Path, list[RemoteFile]] | None:
-    """As ``_cached``, of a snapshot as it is: a checkpoint, or the GGUF file that is selected."""
+    """``_cached`` for a snapshot without a listing: a checkpoint, or the selected GGUF file."""
     if not selection.quantization and (destination.folder / "config.json").is_file():
         return destination.folder, []
     with suppress(PenstockError):
-        files = selection.of(destination.present(), repository)
+        files = selection.select(destination.present(), repository)
         if all(file.path.lower().endswith(".gguf") for file in files):
             return destination.folder, files
     return None
 
 
 def _hashed(file: RemoteFile) -> bool:
-    """Whether a file has a hash by which it can be named."""
+    """True if a file has a hash, which names its blob."""
     return bool(re.fullmatch(r"[0-9a-f]{64}", file.sha256) or re.fullmatch(r"[0-9a-f]{40,64}", file.git_sha1))

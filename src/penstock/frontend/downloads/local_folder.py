@@ -1,4 +1,4 @@
-"""A plain folder as the destination of a download."""
+"""Plain folder as the destination of a download."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from .state import LOCK, PARTS, Manifest, locked, read_manifest, write_manifest
 
 
 class LocalFolder:
-    """A ``Destination``: a folder with the files at their paths, and ``.penstock`` with the state of the download.
+    """``Destination``: a folder with the files, and the state of the download in ``.penstock``.
 
-    Files that it has put there, and which the source no longer has, are deleted: an index of weights would lead to
-    older ones.
+    Downloaded files that the source no longer has are deleted, so that no weights of an older version remain.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -27,17 +26,17 @@ class LocalFolder:
 
     @contextmanager
     def filling(self, source: str, listing: Listing, wanted: Sequence[RemoteFile]) -> Iterator[None]:
-        """Lock the folder and note what is going to be fetched. Raises ``OSError``, and ``PenstockError`` (``invalid``)
-        where files of another source would be replaced."""
+        """Context that locks the folder; writes the manifest first and deletes leftovers at the end. Raises
+        ``OSError``, and ``PenstockError`` (``invalid``) if files of another source would be replaced."""
         with locked(self.folder / STATE_FOLDER / LOCK):
             self._begin(source, listing, wanted)
             yield
             delete_leftovers(self.folder / STATE_FOLDER / PARTS, {self.partial_path(file) for file in listing.files})
-            with suppress(OSError):  # unless it has some
+            with suppress(OSError):  # not empty
                 (self.folder / STATE_FOLDER / PARTS).rmdir()
 
     def has(self, file: RemoteFile) -> bool:
-        """Also for a file that something else has put there, where the source gives a checksum that it has."""
+        """True if the file was downloaded and not modified since, or has the checksum that the source lists."""
         path = self.folder / file.path
         try:
             status = path.stat()
@@ -50,23 +49,23 @@ class LocalFolder:
         digest = file.digest()
         if not digest or not digest.matches(path):
             return False
-        self._note(file)
+        self._record(file)
         return True
 
     def partial_path(self, file: RemoteFile) -> Path:
         name = hashlib.sha256(file.path.encode()).hexdigest()[:32]
         return self.folder / STATE_FOLDER / PARTS / f"{name}{SUFFIX}"
 
-    def put(self, file: RemoteFile, whole: Path) -> None:
+    def put(self, file: RemoteFile, downloaded: Path) -> None:
         path = self.folder / file.path
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.parent.resolve().is_relative_to(self.folder.resolve()):
-            raise invalid("download_dir", f"{path.parent} is a link that leads out of {self.folder}")
-        whole.replace(path)
-        self._note(file)
+            raise invalid("download_dir", f"{path.parent} is a link to a folder outside of {self.folder}")
+        downloaded.replace(path)
+        self._record(file)
 
     def complete(self, wanted: Sequence[RemoteFile]) -> bool:
-        """Whether a download has put all of these files there, and nothing has changed them."""
+        """True if all of these files were downloaded and not modified since."""
         manifest = read_manifest(self.folder)
         if not manifest:
             return False
@@ -75,7 +74,7 @@ class LocalFolder:
         return all(known.get(file.path) == file.identity and self.has(file) for file in wanted)
 
     def forget(self, files: Sequence[RemoteFile]) -> None:
-        """Take files as not fetched. Raises ``OSError``."""
+        """Mark files as not downloaded. Raises ``OSError``."""
         for file in files:
             self._manifest.done.pop(file.path, None)
         write_manifest(self.folder, self._manifest)
@@ -84,9 +83,9 @@ class LocalFolder:
         known = read_manifest(self.folder) or Manifest(source, [], [])
         now = {file.path: file.identity for file in listing.files}
         if known.source != source:
-            if double := known.done.keys() & {file.path for file in wanted}:
-                words = f"{self.folder} has {min(double)} of {known.source} already: name another folder"
-                raise invalid("download_dir", words)
+            if existing := known.done.keys() & {file.path for file in wanted}:
+                message = f"{self.folder} already has {min(existing)} of {known.source}: use another folder"
+                raise invalid("download_dir", message)
             known = Manifest(source, [], [])
         for path in known.done.keys() - now.keys():
             self._remove(path, known.done[path])
@@ -96,13 +95,13 @@ class LocalFolder:
         write_manifest(self.folder, self._manifest)
 
     def _remove(self, path: str, time: int) -> None:
-        """Delete a file that was fetched, unless something else has changed it since."""
-        place = self.folder / path
-        if place.parent.resolve().is_relative_to(self.folder.resolve()):
+        """Delete a downloaded file unless it was modified since."""
+        target = self.folder / path
+        if target.parent.resolve().is_relative_to(self.folder.resolve()):
             with suppress(OSError):
-                if place.stat().st_mtime_ns == time:
-                    place.unlink()
+                if target.stat().st_mtime_ns == time:
+                    target.unlink()
 
-    def _note(self, file: RemoteFile) -> None:
+    def _record(self, file: RemoteFile) -> None:
         self._manifest.done[file.path] = (self.folder / file.path).stat().st_mtime_ns
         write_manifest(self.folder, self._manifest)

@@ -1,4 +1,4 @@
-"""The ModelScope hub, by the HTTP API that its own client uses."""
+"""Downloads from the ModelScope hub, with the HTTP API of its own client."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 MAX_LISTING_BYTES = 2**24
 MAX_FILES = 3000
-"""The API ends a listing after so many files, and does not tell."""
+"""Number of files at which the API silently truncates a listing."""
 ADVICE = "check the network and MODELSCOPE_ENDPOINT, or give a folder"
 
 
 class _File(msgspec.Struct):
-    """A file in a listing."""
+    """File in a listing."""
 
     Path: str
     Type: str = "blob"
@@ -38,11 +38,11 @@ class _File(msgspec.Struct):
 
 
 class ModelScope:
-    """A ``Source``: a model of ModelScope.
+    """``Source``: a model on ModelScope.
 
     Args:
-        token: opens private models; None takes ``MODELSCOPE_API_TOKEN``.
-        endpoint: the hub's address; empty for ``MODELSCOPE_ENDPOINT``.
+        token: token for private models; None: ``MODELSCOPE_API_TOKEN``.
+        endpoint: address of the hub; empty: ``MODELSCOPE_ENDPOINT``.
     """
 
     def __init__(
@@ -66,23 +66,22 @@ class ModelScope:
         if status in (401, 403):
             raise self._no_access()
         if status == 404:
-            says = (
-                f"{self.endpoint} has no model {self.name} with the revision {self.revision}, or hides it: check both"
-            )
-            raise PenstockError(Code.NOT_FOUND, f"model: {says}, or set MODELSCOPE_API_TOKEN", "model")
+            problem = f"{self.endpoint} has no public model {self.name} with the revision {self.revision}"
+            message = f"model: {problem}: check both, or set MODELSCOPE_API_TOKEN"
+            raise PenstockError(Code.NOT_FOUND, message, "model")
         try:
             listed = msgspec.convert(answer["Data"]["Files"], type=list[_File])
         except (msgspec.ValidationError, KeyError, TypeError) as error:
-            raise self._unavailable(f"status {status}, which is not its API's answer") from error
+            raise self._unavailable(f"status {status} without a valid file list") from error
         if len(listed) >= MAX_FILES:
-            raise invalid("model", f"{self.name} has {MAX_FILES} files or more, of which ModelScope does not list all")
+            raise invalid("model", f"{self.name} has {MAX_FILES} files or more, and ModelScope does not list them all")
         files = [
             RemoteFile(file.Path, file.Size, file.Sha256 or "", version=file.Revision or "")
             for file in listed
             if file.Type != "tree"
         ]
         if any(file.sha256 and not SHA256.fullmatch(file.sha256) for file in files):
-            raise self._unavailable("its files are listed with hashes of another kind")
+            raise self._unavailable("its files are listed with malformed SHA-256 hashes")
         check_paths(files, self.name)
         return Listing(files)
 
@@ -99,8 +98,8 @@ class ModelScope:
         return self._unavailable(status_of(response))
 
     def _no_access(self) -> PenstockError:
-        says = f"{self.endpoint} refuses {self.name}: set MODELSCOPE_API_TOKEN to a token that may read it"
-        return invalid("model", says)
+        advice = "set MODELSCOPE_API_TOKEN to a token that may read it"
+        return invalid("model", f"{self.endpoint} denies access to {self.name}: {advice}")
 
     def _unavailable(self, problem: object) -> PenstockError:
         return unavailable(f"{self.name} from {self.endpoint}", problem, ADVICE)

@@ -1,4 +1,4 @@
-"""Which weight files one of several nodes needs: those with tensors of its pipeline stages."""
+"""Selection of the weight files that a node needs: those with tensors of its pipeline stages."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from penstock.planning.pipeline import split_layers
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 NEEDED_FIRST = (CONFIG, INDEX)
-"""Files by which the others are chosen."""
+"""Files that are needed to select the others."""
 
 
 def stages_of_node(options: EngineOptions) -> set[int]:
-    """The pipeline stages of which ``node_rank`` has ranks. Raises ``PenstockError`` (``invalid``)."""
+    """Pipeline stages with ranks on the node ``node_rank``. Raises ``PenstockError`` (``invalid``)."""
     check_nodes(options)
     ranks = ranks_of(options.tensor_parallel_size, options.pipeline_parallel_size, options.nnodes)
     return {rank.stage for rank in ranks if rank.node == options.node_rank}
 
 
 def weight_files_of_node(folder: Path, options: EngineOptions) -> Callable[[str], bool] | None:
-    """Whether a node needs a weight file, by its path; None where it needs all.
-
-    Args:
-        folder: with the files of ``NEEDED_FIRST``, as far as the checkpoint has them.
+    """Filter for the weight files that a node needs, by path; None: it needs all.
 
     With tensor parallelism alone every node reads a part of every tensor, and needs all files.
 
-    Raises ``PenstockError`` (``invalid``) for numbers that do not fit, or a damaged index.
+    Args:
+        folder: folder with those files of ``NEEDED_FIRST`` that the checkpoint has.
+
+    Raises ``PenstockError`` (``invalid``) for an impossible parallel configuration, or a malformed index.
     """
     stages = stages_of_node(options)
     if len(stages) == options.pipeline_parallel_size or not (folder / INDEX).exists():
@@ -53,13 +53,13 @@ def weight_files_of_node(folder: Path, options: EngineOptions) -> Callable[[str]
     try:
         tensors = msgspec.json.decode(read_text_file(folder / INDEX), type=Index).weight_map
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise invalid("model", f"{folder / INDEX} is damaged ({error}): fetch it again") from error
+        raise invalid("model", f"{folder / INDEX} is malformed ({error}): download it again") from error
 
     def is_needed(name: str) -> bool:
         layer = LAYER.search(name)
         if not layer:
-            return at_an_end  # embedding, last norm and language model head
-        return min(int(layer[1]), size.num_layers - 1) in layers  # layers for multi-token prediction are at the end
+            return at_an_end  # embedding, final norm and language model head
+        return min(int(layer[1]), size.num_layers - 1) in layers  # layers for multi-token prediction come last
 
     needed = {file for name, file in tensors.items() if is_needed(name)}
     known = set(tensors.values())

@@ -1,4 +1,4 @@
-"""Models in object stores, ``s3://``, ``oss://`` and ``gs://``, by fsspec."""
+"""Downloads from object stores (``s3://``, ``oss://`` and ``gs://``) with fsspec."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ VERSIONS = ("ETag", "etag", "LastModified", "mtime", "updated")
 
 
 class ObjectStore:
-    """A ``Source``: a folder in a bucket, or a GGUF file.
+    """``Source``: a folder or a GGUF file in a bucket.
 
     Args:
-        endpoint: the store's address; empty for what its own variables say, such as ``AWS_ENDPOINT_URL``.
+        endpoint: address of the store; empty: from its environment variable, such as ``AWS_ENDPOINT_URL``.
 
-    Raises ``PenstockError`` (``invalid``) where the extra that reads this store is not installed.
+    Raises ``PenstockError`` (``invalid``) if the extra for this store is not installed.
     """
 
     def __init__(self, name: ModelName, endpoint: str = "", max_workers: int = MAX_WORKERS) -> None:
@@ -50,12 +50,12 @@ class ObjectStore:
         try:
             self._files.invalidate_cache()
             found = self._files.find(self._path, maxdepth=MAX_DEPTH, detail=True)
-        except Exception as error:  # each library has its own
+        except Exception as error:  # every library has its own error classes
             raise self._as_penstock_error(error) from error
         if not found:
-            raise PenstockError(Code.NOT_FOUND, f"model: there is nothing at {self.name}: check the address", "model")
+            raise PenstockError(Code.NOT_FOUND, f"model: {self.name} does not exist: check the address", "model")
         if len(found) > MAX_FILES:
-            raise invalid("model", f"{self.name} has more than {MAX_FILES} files, so it is no model's folder")
+            raise invalid("model", f"{self.name} has more than {MAX_FILES} files, too many for a model")
         files = [
             RemoteFile(path.removeprefix(f"{self._folder}/"), int(entry["size"] or 0), version=_version(entry))
             for path, entry in found.items()
@@ -71,21 +71,21 @@ class ObjectStore:
                     f"{self._folder}/{file.path}", start=first, end=min(first + BLOCK_BYTES, end)
                 )
             except FileNotFoundError as error:
-                raise invalid("model", f"{self.name} has changed while it was fetched: start again") from error
+                raise invalid("model", f"{self.name} has changed during the download: start again") from error
             except Exception as error:
                 raise InterruptedTransferError(str(error) or type(error).__name__) from error
 
     def _as_penstock_error(self, error: Exception) -> PenstockError:
         if isinstance(error, FileNotFoundError):
-            return PenstockError(Code.NOT_FOUND, f"model: there is nothing at {self.name}: check the address", "model")
+            return PenstockError(Code.NOT_FOUND, f"model: {self.name} does not exist: check the address", "model")
         if isinstance(error, PermissionError) or "redential" in f"{type(error).__name__} {error}":
             advice = f"set {CREDENTIALS[self._scheme]}"
-            return invalid("model", f"{self.name} may not be read without other credentials ({error}): {advice}")
+            return invalid("model", f"access to {self.name} is denied ({error}): {advice}")
         return unavailable(self.name, error)
 
 
 def _file_system(scheme: str, endpoint: str, max_workers: int) -> Any:
-    """fsspec's file system of a scheme."""
+    """fsspec file system of a scheme."""
     import fsspec
 
     module = MODULES[scheme]
@@ -105,5 +105,5 @@ def _file_system(scheme: str, endpoint: str, max_workers: int) -> Any:
 
 
 def _version(entry: dict[str, Any]) -> str:
-    """What changes when a file is written again."""
+    """ETag or modification time of a file."""
     return next((str(entry[key]) for key in VERSIONS if entry.get(key)), "")

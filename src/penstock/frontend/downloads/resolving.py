@@ -1,4 +1,4 @@
-"""From a model's name to its files on this machine."""
+"""Resolves a model's name to local files, which are downloaded if needed."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from .web import Web
 
 logger = logging.getLogger(__name__)
 
-NO_FILE_NAME = re.compile(r"[^\w.-]+")
+UNSAFE_CHARACTERS = re.compile(r"[^\w.-]+")
+"""Characters that are replaced in folder names."""
 
 
 @dataclass(frozen=True)
 class DownloadOptions:
-    """How models are fetched.
+    """Options of downloads.
 
     Args:
-        token: for the hub; None takes ``HF_TOKEN`` or ``MODELSCOPE_API_TOKEN``, or the one that ``hf auth login``
-            stored.
-        endpoint: address of the hub or object store; empty for the one in its environment variable.
-        cache_dir: where fetched files are kept; None is Hugging Face's own cache for models of its hub, and
-            ``~/.cache/penstock/downloads`` for others.
-        max_workers: connections at the same time.
+        token: hub token; None: ``HF_TOKEN`` or ``MODELSCOPE_API_TOKEN``, or the token stored by ``hf auth login``.
+        endpoint: address of the hub or object store; empty: from its environment variable.
+        cache_dir: cache folder; None: Hugging Face's cache for models on its hub, and ``~/.cache/penstock/downloads``
+            for others.
+        max_workers: number of concurrent connections.
         progress: show a progress bar.
     """
 
@@ -51,50 +51,50 @@ class DownloadOptions:
 
 
 def resolve_name(name: ModelName, selection: Selection, options: DownloadOptions) -> Path:
-    """The folder of a model, or its GGUF file, fetched where it is not in the cache.
+    """Folder of a model, or its GGUF file; downloaded if it is not cached.
 
-    Where the source does not answer, or refuses, what the cache holds is used, with a warning.
+    If the source does not respond or denies access, cached files are used, with a warning.
 
-    Raises ``PenstockError``: ``not_found`` for what the source does not have, or the cache while ``HF_HUB_OFFLINE`` is
-    set; ``invalid`` for a folder that cannot be written, and a name or content that cannot be used; ``unavailable`` for
-    a source that cannot be reached.
+    Raises ``PenstockError``: ``not_found`` for a model that the source does not have, or that is not cached while
+    ``HF_HUB_OFFLINE`` is set; ``invalid`` for a folder that cannot be written, or an unusable name or content;
+    ``unavailable`` for a source that cannot be reached.
     """
     if name.scheme == PACKAGES:
-        selection = Selection()  # wheels are fetched whole
+        selection = Selection()  # wheels are always downloaded completely
     source, selection = source_of(name, options), replace(selection, quantization=name.quantization)
     if isinstance(source, HuggingFace):
         cache = options.cache_dir or _hub_cache()
         folder, files = resolve_on_hub(source, selection, cache, options.progress)
-        return _place(folder, files)
+        return _model_path(folder, files)
     folder = cache_folder(name, options.cache_dir)
-    if name.is_pinned and (files := _complete(folder, selection, source.name)):
-        return _place(folder, files)  # nothing can change it
+    if name.is_pinned and (files := _cached_files(folder, selection, source.name)):
+        return _model_path(folder, files)  # a version of a package never changes
     try:
         if is_offline():
-            raise _offline(f"the cache lacks {source.name}, or parts of it")
+            raise _offline(f"{source.name} is not completely cached")
         files = fetch_into_folder(source, selection, LocalFolder(folder), options)
     except PenstockError as error:
-        files = _complete(folder, selection, source.name)
+        files = _cached_files(folder, selection, source.name)
         if not files:
             raise
         if not is_offline():
-            logger.warning("%s is taken from the cache, as last fetched. %s", source.name, error)
-    return _place(folder, files)
+            logger.warning("using the cached files of %s, which may be outdated. %s", source.name, error)
+    return _model_path(folder, files)
 
 
-def _complete(folder: Path, selection: Selection, source: str) -> list[RemoteFile]:
-    """The selected files as a folder of the cache has them; none where one is missing."""
+def _cached_files(folder: Path, selection: Selection, source: str) -> list[RemoteFile]:
+    """Selected files in a cache folder; empty if one is missing."""
     manifest = read_manifest(folder)
-    files = selection.of(manifest.listing, source) if manifest else []
+    files = selection.select(manifest.listing, source) if manifest else []
     return files if LocalFolder(folder).complete(files) else []
 
 
 def download(name: ModelName, selection: Selection, options: DownloadOptions, folder: Path | None = None) -> Path:
-    """Fetch a model as its source has it now, into a folder, or into the cache; returns the folder, or the GGUF file.
+    """Download the current version of a model to a folder, or to the cache; returns the folder, or the GGUF file.
 
     With ``HF_HUB_OFFLINE`` the cache is not compared with the source.
 
-    Raises ``PenstockError`` as ``resolve_name`` does, and where the source does not answer.
+    Raises ``PenstockError`` as ``resolve_name``, and if the source does not respond.
     """
     if is_offline():
         if folder:
@@ -103,13 +103,13 @@ def download(name: ModelName, selection: Selection, options: DownloadOptions, fo
     source, selection = source_of(name, options), replace(selection, quantization=name.quantization)
     if isinstance(source, HuggingFace) and not folder:
         cache = options.cache_dir or _hub_cache()
-        return _place(*fetch_into_cache(source, selection, cache, options.progress))
+        return _model_path(*fetch_into_cache(source, selection, cache, options.progress))
     destination = LocalFolder(folder or cache_folder(name, options.cache_dir))
-    return _place(destination.folder, fetch_into_folder(source, selection, destination, options))
+    return _model_path(destination.folder, fetch_into_folder(source, selection, destination, options))
 
 
 def source_of(name: ModelName, options: DownloadOptions) -> Source:
-    """Where a name's files are. Raises ``PenstockError`` (``invalid``) for what cannot be a model's place."""
+    """Source of a model's files. Raises ``PenstockError`` (``invalid``) for an unusable name."""
     if name.scheme in OBJECT_STORES:
         return ObjectStore(name, options.endpoint, options.max_workers)
     if name.scheme in WEB:
@@ -124,12 +124,12 @@ def source_of(name: ModelName, options: DownloadOptions) -> Source:
 def fetch_into_folder(
     source: Source, selection: Selection, destination: LocalFolder, options: DownloadOptions
 ) -> list[RemoteFile]:
-    """Fetch the selected files of a source that are not in the folder, or are older there; returns them all.
+    """Fetch the selected files that the folder lacks, or has in another version; returns all selected files.
 
     Raises ``PenstockError``.
     """
     listing = source.list_files()
-    files = selection.of(listing.files, source.name)
+    files = selection.select(listing.files, source.name)
     try:
         with destination.filling(source.name, listing, files):
             fetch(source, files, destination, options.max_workers, options.progress)
@@ -140,28 +140,29 @@ def fetch_into_folder(
 
 
 def _check_unchanged(source: Source, before: Listing, files: list[RemoteFile], destination: LocalFolder) -> None:
-    """Raises ``PenstockError`` (``invalid``) where files without checksums changed while they were fetched, which then
-    are not in the folder."""
+    """Raise ``PenstockError`` (``invalid``) if files without checksums changed during the download. These are marked as
+    not downloaded."""
     if all(file.digest() for file in files):
         return
     now = {file.path: file.identity for file in source.list_files().files}
     if changed := [file for file in files if now.get(file.path) != file.identity]:
         destination.forget(changed)
-        raise invalid("model", f"{changed[0].path} of {source.name} has changed while it was fetched: start again")
+        raise invalid("model", f"{changed[0].path} of {source.name} has changed during the download: start again")
 
 
 def cache_folder(name: ModelName, cache_dir: Path | None) -> Path:
-    """The folder of the cache for a model that is not on the Hugging Face hub."""
-    cache = cache_home() / "penstock" / "downloads"
+    """Cache folder of a model that is not on the Hugging Face hub."""
+    cache = cache_dir or cache_home() / "penstock" / "downloads"
     if name.is_on_hub:
-        return (cache_dir or cache) / name.scheme / name.path / (NO_FILE_NAME.sub("-", name.revision) or "default")
+        return cache / name.scheme / name.path / (UNSAFE_CHARACTERS.sub("-", name.revision) or "default")
     digest = hashlib.sha256(name.path.encode()).hexdigest()[:16]
     address = name.path if name.scheme == PACKAGES else name.path.partition("://")[2]
-    place = NO_FILE_NAME.sub("-", address.partition("?")[0].rpartition("@")[2])
-    return (cache_dir or cache) / name.scheme / f"{place[-80:].strip('-.')}-{digest}"
+    readable = UNSAFE_CHARACTERS.sub("-", address.partition("?")[0].rpartition("@")[2])
+    return cache / name.scheme / f"{readable[-80:].strip('-.')}-{digest}"
 
 
-def _place(folder: Path, files: list[RemoteFile]) -> Path:
+def _model_path(folder: Path, files: list[RemoteFile]) -> Path:
+    """The GGUF file if all files are GGUF, else the folder."""
     return folder / files[0].path if files and all(file.path.lower().endswith(".gguf") for file in files) else folder
 
 
@@ -172,12 +173,12 @@ def _hub_cache() -> Path:
 
 
 def _offline(problem: str) -> PenstockError:
-    says = f"model: {problem}, and HF_HUB_OFFLINE is set: unset it, or give a folder"
-    return PenstockError(Code.NOT_FOUND, says, "model")
+    message = f"model: {problem}, and HF_HUB_OFFLINE is set: unset it, or give a folder"
+    return PenstockError(Code.NOT_FOUND, message, "model")
 
 
 def is_offline() -> bool:
-    """Whether the environment forbids to ask hubs and stores."""
+    """True if ``HF_HUB_OFFLINE`` is set, which forbids access to all sources."""
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)

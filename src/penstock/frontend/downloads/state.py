@@ -1,4 +1,4 @@
-"""What a folder knows of the download that fills it, and the lock on it."""
+"""Persistent state of a download (manifest and lock), in the downloaded folder."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ MANIFEST, LOCK, PARTS = "manifest.json", "lock", "parts"
 
 
 class Manifest(msgspec.Struct):
-    """The state of a download."""
+    """State of a download."""
 
     source: str
     listing: list[RemoteFile]
     """All files of the source."""
     wanted: list[str]
-    """Those that the last command has asked for."""
+    """Paths of the files selected by the last command."""
     done: dict[str, int] = {}
-    """The files that are whole, and when each was written (``st_mtime_ns``)."""
+    """Modification times (``st_mtime_ns``) of complete files by path."""
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest; None where there is none, or a damaged one."""
+    """Read the manifest; None if it is missing or malformed."""
     try:
         return msgspec.json.decode((folder / STATE_FOLDER / MANIFEST).read_bytes(), type=Manifest)
     except (OSError, msgspec.MsgspecError):
@@ -39,18 +39,18 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Replace the manifest, whole or not at all. Raises ``OSError``."""
+    """Replace the manifest atomically. Raises ``OSError``."""
     replace(folder / STATE_FOLDER / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
 
 
 def missing_files(folder: Path) -> list[str]:
-    """The files that a download of this folder has not finished; none for a folder that was not downloaded."""
+    """Paths of the files that the download of a folder has not completed; empty for other folders."""
     manifest = read_manifest(folder)
     return [path for path in manifest.wanted if path not in manifest.done] if manifest else []
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write a small file, whole or not at all. Raises ``OSError``."""
+    """Write a small file atomically. Raises ``OSError``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with temporary.open("wb") as file:
@@ -62,13 +62,13 @@ def replace(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock that one process at a time has. File systems without locks let all pass. Raises ``OSError``."""
+    """Context that holds an exclusive file lock; no lock on file systems without locks. Raises ``OSError``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.warning("another process downloads the same, waiting for it")
+            logger.warning("waiting for another process that downloads the same model")
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:
             pass

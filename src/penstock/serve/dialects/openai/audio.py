@@ -175,7 +175,7 @@ class TranscriptionHandler:
         word_times = "word" in self._granularities
         self._task: SpeechTask = speech.task(translate, request.language, request.prompt, verbose, word_times)
         self._with_logprobs = (
-            request.response_format == "verbose_json" and service.gateway.input_processor.gives_logprobs
+            request.response_format == "verbose_json" and service.gateway.input_processor.allows_logprobs
         )
 
     async def full(self) -> AsyncGenerator[bytes, None]:

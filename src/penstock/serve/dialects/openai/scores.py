@@ -132,13 +132,13 @@ class _PairHandler(PoolingHandler):
         self._names = names
         self._first, self._second = first, second
         self._max_second_len = max_second_len
-        if max_second_len is not None and not self._pooler.scores_pairs:
+        if max_second_len is not None and not self._pooler.is_cross_encoder:
             raise invalid("max_tokens_per_doc", "requires a cross-encoder; use truncate_prompt_tokens")
-        self.pooling = self._classifier() if self._pooler.scores_pairs else self._pooler.embedding_params()
+        self.pooling = self._classifier() if self._pooler.is_cross_encoder else self._pooler.embedding_params()
 
     async def prompts(self) -> list[tuple[str, Input]]:
         pooler, limit = self._pooler, self._max_second_len
-        if not pooler.scores_pairs:
+        if not pooler.is_cross_encoder:
             sides = zip(self._names, (self._first, self._second), strict=True)
             return [(name, pooler.with_prompt(text)) for name, side in sides for text in side]
         first = list(self._first) * (len(self._second) // len(self._first))
@@ -151,7 +151,7 @@ class _PairHandler(PoolingHandler):
 
     def _scores(self, outputs: list[RequestOutput]) -> list[float]:
         vectors = [embedding_of(output) for output in outputs]
-        if self._pooler.scores_pairs:
+        if self._pooler.is_cross_encoder:
             return [vector[0] for vector in vectors]
         before, after = vectors[: len(self._first)], vectors[len(self._first) :]
         if len(before) == 1:
@@ -208,7 +208,7 @@ class ClassifyHandler(PoolingHandler):
         super().__init__(service, record, request)
         self.pooling = self._classifier()
         given = one_or_several(request.input, "input", "inputs")
-        self._prompts = [self._pooler.folded(prompt) if isinstance(prompt, str) else prompt for prompt in given]
+        self._prompts = [self._pooler.normalize_case(prompt) if isinstance(prompt, str) else prompt for prompt in given]
 
     def response(self, outputs: list[RequestOutput]) -> object:
         data = [self._classified(index, embedding_of(output)) for index, output in enumerate(outputs)]
