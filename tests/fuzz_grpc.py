@@ -15,7 +15,7 @@ from google.protobuf import json_format
 from google.protobuf.descriptor import FieldDescriptor
 from tritonclient.grpc import service_pb2 as pb
 
-from penstock.serve.http.unexpected import INTERNAL
+from penstock.core.errors import INTERNAL
 
 FAULTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 OWN_END = "Internal error from Core"

@@ -96,6 +96,7 @@ class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 CANCELLED = Failure(Code.CANCELLED, "the request was cancelled")
+INTERNAL = Failure(Code.INTERNAL, "internal error; see the server's log")
 
 
 class PenstockError(Exception):

@@ -92,7 +92,7 @@ def translate_options(
             if source:
                 ignored[source] = "it applies to servers only"
         else:
-            converted = convert_setting(settings()[name], value, source, theirs=True) if source in foreign else value
+            converted = convert_setting(settings()[name], value, source, foreign=True) if source in foreign else value
             options[name] = converted
     for name, why in ignored.items():
         logger.warning("option %s is ignored: %s", name, why)

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.config.options import Configuration
 from penstock.core import Code, Failure, PenstockError
+from penstock.core.errors import INTERNAL
 from penstock.core.machine_errors import exhausted
 from penstock.version import __version__
 
@@ -57,7 +58,6 @@ from .http.openapi import components
 from .http.reply import refuse
 from .http.request_record import record_of
 from .http.routes import ErrorFormats, Route, Routes
-from .http.unexpected import INTERNAL
 from .models.served_models import ServedModels
 from .web import PAGE_PATHS
 from .web import add_routes as add_web_routes

@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config.logs import TRACE
 from penstock.core import Failure, PenstockError, SamplingParams
-from penstock.core.errors import CANCELLED
+from penstock.core.errors import CANCELLED, INTERNAL
 from penstock.frontend.outputs import RequestOutput
-
-from .http.unexpected import INTERNAL
 
 if TYPE_CHECKING:
     from penstock.tracing import Span

@@ -97,7 +97,7 @@ class RemoteNode:
                 pass
 
     def progress(self) -> list[tuple[int, int, int]] | None:
-        """Progress of each rank of the node (``penstock.parallel.shared_memory.RankProgress``); None if it does not answer."""
+        """Progress of each rank of the node (``shared_memory.RankProgress``); None if it does not answer."""
         deadline = time.monotonic() + PROGRESS_TIMEOUT
         try:
             self._link.send(encode(GetProgress()), deadline=deadline, poller=self._alone)

@@ -307,8 +307,8 @@ class KVImports:
             num_cached = max(entry.num_present, entry.end.num_cached)
             message = "request %s: transfer %s: %d tokens from %s in %.3f seconds; %d tokens were in the prefix cache"
             count, name = entry.num_tokens - entry.num_present, entry.request.log_name
-            values = name, entry.transfer.hex()[:8], count, entry.address, seconds, entry.num_present
-            logger.info(message, *values, extra={"fields": entry.request.log_fields})
+            transferred = name, entry.transfer.hex()[:8], count, entry.address, seconds, entry.num_present
+            logger.info(message, *transferred, extra={"fields": entry.request.log_fields})
             prefix = self._kv.finish_import(entry.block_hashes, entry.blocks, entry.num_tokens, num_cached)
             if entry.future.cancelled():
                 self._kv.release_import(prefix)

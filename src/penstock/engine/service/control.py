@@ -38,7 +38,7 @@ class UpdateWeights(msgspec.Struct, tag=True, frozen=True):
 
     path: str = ""
     """Folder of a checkpoint of the same model; empty: read the current one again."""
-    running: Running = "finish"
+    running: WeightUpdateMode = "finish"
 
 
 ModelAction: TypeAlias = UpdateWeights | PauseGeneration | ResumeGeneration | Sleep | WakeUp

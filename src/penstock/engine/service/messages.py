@@ -285,7 +285,7 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     def total(cls, replicas: list[Stats]) -> Stats:
         """Combined statistics of several replicas."""
 
-        def values(name: str) -> list[Any]:
+        def values(name: str) -> Any:
             return [getattr(replica, name) for replica in replicas]
 
         loads = [replica.expert_load for replica in replicas]
@@ -296,7 +296,9 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
         return cls(
             **{name: sum(values(name)) for name in cls.__struct_fields__ if name not in NOT_SUMMED},
             **{name: max(values(name)) for name in MAXIMA},
-            **{name: [sum(counts) for counts in zip_longest(*values(name), fillvalue=0)] for name in LISTS},
+            **dict[str, Any](
+                (name, [sum(counts) for counts in zip_longest(*values(name), fillvalue=0)]) for name in LISTS
+            ),
             adapters_running=sorted({name for replica in replicas for name in replica.adapters_running}),
             adapters_waiting=sorted({name for replica in replicas for name in replica.adapters_waiting}),
             expert_load=expert_load,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 
-from penstock.core import Code, Failure
+from penstock.core import Failure
+from penstock.core.errors import INTERNAL
 from penstock.core.machine_errors import exhausted
 
 logger = logging.getLogger(__name__)
-
-INTERNAL = Failure(Code.INTERNAL, "internal error; see the server's log")
 
 
 def unexpected(error: BaseException, request_id: str = "") -> Failure:

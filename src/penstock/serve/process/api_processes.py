@@ -13,10 +13,10 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 
 from penstock.core import Code, Failure, PenstockError
+from penstock.core.errors import INTERNAL
 from penstock.engine.exit_status import exit_reason
 from penstock.engine.service.launcher import RestartLimit, terminate
 
-from ..http.unexpected import INTERNAL
 from ..models.messages import (
     EXIT_MISCONFIGURED,
     Alive,

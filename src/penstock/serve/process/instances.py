@@ -287,6 +287,7 @@ class Instances:
         )
 
 
-def _is_there(one: _Found) -> bool:
-    """Whether an engine that is used is connected, and still what it was."""
-    return one.client.engine is not None and one.instance is not None and one.instance.matches(one.client.engine)
+def _is_unchanged(engine: _Engine) -> bool:
+    """True if an engine in use is connected, and is the instance that was announced."""
+    report, instance = engine.client.engine, engine.instance
+    return report is not None and instance is not None and instance.matches(report)
