@@ -10,51 +10,51 @@ export Q ?= What is the capital of Canada?
 serve: .venv/ready
 	@exec $(BIN)/penstock serve $(ARGS)
 
-# Lint runs beside the tests, and says what it has to say after them. tests/installed.py is the wheel in a clean environment; what
+# Lint runs beside the tests, and says what it has to say after them. tests/install/test_installed.py is the wheel in a clean environment; what
 # could not be tried is listed. A recipe that names $(MAKE) would also
 # run where make is only asked what it would do, as that test does.
 test: .venv/tools
 	@said=$$(mktemp); trap 'rm -f "$$said"' EXIT; \
 	make --no-print-directory lint >"$$said" 2>&1 & lint=$$!; \
-	$(BIN)/python -m pytest -rs --numprocesses 6 --dist loadfile tests/test_*.py tests/installed.py; tests=$$?; \
+	$(BIN)/python -m pytest -rs --numprocesses 6 --dist loadfile tests; tests=$$?; \
 	wait $$lint; lint=$$?; cat "$$said"; [ $$tests = 0 ] && [ $$lint = 0 ]
 
 # That wheel alone.
 test-install: .venv/tools
-	$(BIN)/python -m pytest -rs tests/installed.py
+	$(BIN)/python -m pytest -rs tests/install/test_installed.py
 
 # What takes minutes to hours: the tests that `make test` leaves out, and drawn schedules and requests in large numbers.
 thorough: .venv/tools executors exactness fuzz
-	$(BIN)/python -m pytest -m thorough tests/test_*.py tests/installed.py
-	PENSTOCK_TOGETHER_HEAPS=2000 $(BIN)/python -m pytest tests/test_together.py
-	PENSTOCK_PD_REQUESTS=2400 $(BIN)/python -m pytest tests/test_prefill_decode.py
-	PENSTOCK_SCHEMA_EXAMPLES=100 $(BIN)/python -m pytest tests/test_server_schema.py
-	PENSTOCK_STREAMS=400 $(BIN)/python -m pytest tests/test_server.py
-	PENSTOCK_STREAM_PARTS=300 $(BIN)/python -m pytest tests/test_stream_parts.py
-	PENSTOCK_SPECULATION_QUESTIONS=5 $(BIN)/python -m pytest tests/test_speculation.py
-	PENSTOCK_KSERVE_EXAMPLES=1000 $(BIN)/python -m pytest tests/test_kserve.py
-	PENSTOCK_OPS_EXAMPLES=200 $(BIN)/python -m pytest tests/test_ops.py
-	PENSTOCK_READING_EXAMPLES=1000 $(BIN)/python -m pytest tests/test_reading.py
-	PENSTOCK_QUESTIONS=2 $(BIN)/python -m pytest tests/test_llm.py
-	PENSTOCK_BROKEN_CHECKPOINTS=400 $(BIN)/python -m pytest tests/test_broken_checkpoints.py
+	$(BIN)/python -m pytest -m thorough tests
+	PENSTOCK_TOGETHER_HEAPS=2000 $(BIN)/python -m pytest tests/engine/test_together.py
+	PENSTOCK_PD_REQUESTS=2400 $(BIN)/python -m pytest tests/engine/test_prefill_decode.py
+	PENSTOCK_SCHEMA_EXAMPLES=100 $(BIN)/python -m pytest tests/server/test_server_schema.py
+	PENSTOCK_STREAMS=400 $(BIN)/python -m pytest tests/server/test_server.py
+	PENSTOCK_STREAM_PARTS=300 $(BIN)/python -m pytest tests/dialects/test_stream_parts.py
+	PENSTOCK_SPECULATION_QUESTIONS=5 $(BIN)/python -m pytest tests/engine/test_speculation.py
+	PENSTOCK_KSERVE_EXAMPLES=1000 $(BIN)/python -m pytest tests/dialects/test_kserve.py
+	PENSTOCK_OPS_EXAMPLES=200 $(BIN)/python -m pytest tests/kernels/test_ops.py
+	PENSTOCK_READING_EXAMPLES=1000 $(BIN)/python -m pytest tests/text/test_reading.py
+	PENSTOCK_QUESTIONS=2 $(BIN)/python -m pytest tests/engine/test_llm.py
+	PENSTOCK_BROKEN_CHECKPOINTS=400 $(BIN)/python -m pytest tests/models/test_broken_checkpoints.py
 
 # The engine's tests over worker processes, which make test runs within the engine's own process.
 OVER_EXECUTORS := async_llm embed engine engine_process exactness guided llm logprobs lora memory models search \
 	several_models speculation storm thoughts together
 executors: .venv/tools
 	PENSTOCK_DISTRIBUTED_EXECUTOR_BACKEND=mp $(BIN)/python -m pytest -rs --numprocesses 2 --dist loadfile \
-		$(OVER_EXECUTORS:%=tests/test_%.py)
+		$(OVER_EXECUTORS:%=tests/*/test_%.py)
 
 # Contract 2 under every instruction set that the machine has, longest under the one that it takes: in portions of 1,000 schedules,
 # `make -j2 exactness` draws two at a time. What a portion found stays in build/exactness/, and is drawn again once code has changed.
 exactness: .venv/tools $(foreach portion,1 2 3 4 5 6 7 8 9 10,build/exactness/$(portion).txt)
 	for set in $$($(BIN)/python -c 'from penstock.ops import _kernels; print(*_kernels.available())'); do \
-		PENSTOCK_ISA=$$set PENSTOCK_EXACTNESS_SCHEDULES=500 $(BIN)/python -m pytest -s tests/test_exactness.py || exit 1; \
+		PENSTOCK_ISA=$$set PENSTOCK_EXACTNESS_SCHEDULES=500 $(BIN)/python -m pytest -s tests/engine/test_exactness.py || exit 1; \
 	done
 
-build/exactness/%.txt: $(shell find src csrc tests/test_exactness.py -name '*.py' -o -path 'csrc/*' -type f) | .venv/tools
+build/exactness/%.txt: $(shell find src csrc tests/engine/test_exactness.py -name '*.py' -o -path 'csrc/*' -type f) | .venv/tools
 	mkdir -p $(@D)
-	PENSTOCK_EXACTNESS_SEED=$* PENSTOCK_EXACTNESS_SCHEDULES=1000 $(BIN)/python -m pytest -s tests/test_exactness.py >$@.drawn 2>&1 \
+	PENSTOCK_EXACTNESS_SEED=$* PENSTOCK_EXACTNESS_SCHEDULES=1000 $(BIN)/python -m pytest -s tests/engine/test_exactness.py >$@.drawn 2>&1 \
 		|| { cat $@.drawn; exit 1; }
 	mv $@.drawn $@; grep ^portion $@
 
@@ -63,9 +63,9 @@ build/exactness/%.txt: $(shell find src csrc tests/test_exactness.py -name '*.py
 fuzz: .venv/tools $(foreach portion,1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20,build/fuzz/$(portion).txt)
 	@grep -h requests build/fuzz/*.txt
 
-build/fuzz/%.txt: $(shell find src csrc tests/fuzz*.py -name '*.py' -o -path 'csrc/*' -type f) | .venv/tools
+build/fuzz/%.txt: $(shell find src csrc tests/support/fuzz*.py -name '*.py' -o -path 'csrc/*' -type f) | .venv/tools
 	@mkdir -p $(@D)
-	PENSTOCK_FUZZ_SEED=$* PENSTOCK_FUZZ_REQUESTS=5000 $(BIN)/python -m pytest -s tests/test_fuzz.py >$@.drawn \
+	PENSTOCK_FUZZ_SEED=$* PENSTOCK_FUZZ_REQUESTS=5000 $(BIN)/python -m pytest -s tests/server/test_fuzz.py >$@.drawn \
 		|| { cat $@.drawn; exit 1; }
 	@mv $@.drawn $@
 
@@ -74,7 +74,7 @@ sanitize: .venv/tools
 	PENSTOCK_SETS=all $(PIP) --no-deps --target build/sanitize --upgrade --config-settings=cmake.define.PENSTOCK_SANITIZE=ON \
 		--config-settings=build-dir=build/sanitized .
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	ASAN_OPTIONS=detect_leaks=0 $(BIN)/python tests/sanitized.py build/sanitize tests/test_ops.py
+	ASAN_OPTIONS=detect_leaks=0 $(BIN)/python tests/support/sanitized.py build/sanitize tests/kernels/test_ops.py
 
 reliability: .venv/tools
 	$(BIN)/python benchmarks/reliability.py

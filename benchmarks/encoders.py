@@ -21,7 +21,7 @@ from transformers import BertConfig, BertModel
 
 from penstock import LLM
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 
 from encoder_checkpoints import save_tokenizer
 

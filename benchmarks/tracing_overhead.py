@@ -2,7 +2,7 @@
 
 python benchmarks/tracing_overhead.py [CHECKPOINT] [--against FOLDER]
 
-A small model makes the server's own work count most. The collector is that of tests/collector.py, on the same machine,
+A small model makes the server's own work count most. The collector is tests/support/collector.py, on the same machine,
 and forgets what it gets; its work is in the figures of speed, but not in the servers' processor time. Each round asks
 every server once, in an order that is drawn; a round's ratio is to the server with traces off. Quoted is the median of
 the ratios, and the interval that holds it in 95 of 100 resamplings. The least processor time of all rounds is what a
@@ -25,7 +25,7 @@ from typing import Any
 from serving_overhead import measure, serving
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
 from collector import collecting
 
 RATIOS = {"off": None, "10 %": 0.1, "100 %": 1.0}

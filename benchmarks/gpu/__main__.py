@@ -158,7 +158,7 @@ def run_part(out: Path, result: Path, scale: Scale, part: str, *given: str) -> i
     """Run a part, and write what it found to a file."""
     try:
         if scale.interpret:
-            sys.path.append(str(HERE.parent.parent / "tests"))
+            sys.path.append(str(HERE.parent.parent / "tests/support"))
             importlib.import_module("interpreted")  # sums products as a GPU does
         limits = {}
         if part in ("roofline", "counterparts"):

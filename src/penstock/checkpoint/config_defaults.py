@@ -1,7 +1,7 @@
 """Defaults of ``config.json``: an absent field has the default of the configuration class in transformers.
 
-The classes are in ``config_defaults.json``, which ``tests/config_classes.py`` writes and the tests compare with the
-library. Llama's defaults do not fit all families, which differ in the RoPE base, sliding window and soft caps.
+``config_defaults.json`` holds them; the tests' ``config_classes.py`` writes it from the library. Llama's defaults do
+not fit all families, which differ in the RoPE base, sliding window and soft caps.
 """
 
 from __future__ import annotations

@@ -1,0 +1,34 @@
+"""The systemd unit."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from repository import ROOT
+
+from penstock.config.options import EngineOptions
+
+UNIT = ROOT / "deploy/systemd/penstock.service"
+VERIFY = shutil.which("systemd-analyze")
+INSTALLED = "/opt/penstock/bin/penstock"
+
+
+@pytest.mark.skipif(VERIFY is None, reason="needs systemd-analyze")
+def test_the_unit_is_valid(tmp_path: Path) -> None:
+    text = UNIT.read_text()
+    assert INSTALLED in text
+    copy = tmp_path / UNIT.name
+    copy.write_text(text.replace(INSTALLED, str(shutil.which("true"))))  # one that is there
+    assert VERIFY
+    said = subprocess.run([VERIFY, "verify", "--man=no", str(copy)], capture_output=True, text=True)
+    assert said.returncode == 0 and UNIT.name not in said.stderr, said.stderr
+
+
+def test_it_waits_for_running_requests() -> None:
+    (seconds,) = [
+        line.partition("=")[2] for line in UNIT.read_text().splitlines() if line.startswith("TimeoutStopSec=")
+    ]
+    assert float(seconds) > EngineOptions().drain_timeout

@@ -1,0 +1,122 @@
+"""Client libraries and tools of others that are not in the tests' environment, each as PyPI or npm gives it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import repository
+from repository import SUPPORT
+from scripted_model import scripted_model
+from serving import Served, Servers
+
+pytestmark = pytest.mark.thorough
+
+BUILD = repository.BUILD / "clients"
+"""They are installed in ``build``, and stay for the next run."""
+ANSWER, WEATHER = "The capital of Canada is Ottawa.", [["get_weather", {"city": "Paris"}]]
+PACKAGES = {
+    "llama_index": [
+        "llama-index-llms-openai-like==0.8.1",
+        "llama-index-llms-ollama==0.11.0",
+        "llama-index-embeddings-openai-like==0.4.0",
+    ],
+    "llm": ["llm==0.32.1"],
+    "aider": ["aider-chat==0.86.2"],
+}
+AI_SDK = ["ai@6.0.326", "@ai-sdk/openai-compatible@2.0.92", "@ai-sdk/openai@3.0.141", "@ai-sdk/anthropic@3.0.140"]
+
+
+def programs(name: str) -> Path:
+    """The folder of programs of an environment that has the packages."""
+    folder = BUILD / name
+    if not (folder / "complete").exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        subprocess.run([folder / "bin/pip", "install", "-q", *PACKAGES[name]], check=True)
+        (folder / "complete").touch()
+    return folder / "bin"
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+    """What a program printed, whose home is its working folder."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "ANTHROPIC_"))}
+    settings = inherited | {"HOME": str(cwd)} | environment
+    ran = subprocess.run(
+        command, cwd=cwd, env=settings, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def test_llama_index(servers: Servers, tmp_path: Path) -> None:
+    script = SUPPORT / "llama_index_client.py"
+    said = json.loads(run(programs("llama_index") / "python", script, servers.get().root, cwd=tmp_path))
+    for api in ("openai", "ollama"):
+        assert (said[api]["answer"], said[api]["streamed"]) == (ANSWER, ANSWER) and said[api]["pieces"] > 2
+        assert said[api]["calls"] == WEATHER and "21" in said[api]["agent"]
+    assert said["index"] == ANSWER and said["dimensions"] == [256, 256]
+
+
+def test_ai_sdk(servers: Servers, tmp_path: Path) -> None:
+    if shutil.which("npm") is None:
+        pytest.skip("needs npm")
+    folder = BUILD / "ai_sdk"
+    if not (folder / "complete").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["npm", "install", "--no-audit", "--no-fund", "--prefix", folder, *AI_SDK], check=True)
+        (folder / "complete").touch()
+    shutil.copy(SUPPORT / "ai_sdk.mjs", folder)
+    document: dict[str, Any] = json.loads(run("node", folder / "ai_sdk.mjs", servers.get().root, cwd=tmp_path))
+    assert document["dimensions"] == [256, 256] and len(document["said"]) == 4
+    for api, said in document["said"].items():
+        assert said["answer"] == "".join(said["pieces"]) == ANSWER and len(said["pieces"]) > 2, api
+        assert said["finish"] == ["stop", "stop"] and said["usage"] == [[20, 13], [20, 13]], api
+        assert said["calls"] == [WEATHER, []] and "21" in said["agent"], api
+        assert said["forced"] == ["get_weather"] and list(said["object"]) == ["n"], api
+        assert said["unknown"][0] == 404 and "does not exist" in said["unknown"][1], api
+
+
+def test_llm(servers: Servers, tmp_path: Path) -> None:
+    """Simon Willison's program, with a model of its configuration file."""
+    model = {"model_id": "penstock", "model_name": "default", "api_base": f"{servers.get().root}/v1"}
+    model |= {"api_key_name": "penstock", "supports_tools": True, "supports_schema": True}
+    (tmp_path / "extra-openai-models.yaml").write_text(json.dumps([model]))
+
+    def ask(*words: str) -> str:
+        command = [programs("llm") / "llm", "-m", "penstock", "--key", "none", "-o", "temperature", "0", *words]
+        return run(*command, cwd=tmp_path, LLM_USER_PATH=str(tmp_path)).strip()
+
+    question = "What is the capital of Canada?"
+    assert ask(question) == ask("--no-stream", question) == ANSWER
+    tool = "def get_weather(city: str) -> str:\n    'Get the weather of a city'\n    return '{\"temperature\": 21}'"
+    assert "21" in ask("--functions", tool, "What is the weather in Paris?")
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}
+    schema |= {"additionalProperties": False}
+    assert list(json.loads(ask("--schema", json.dumps(schema), question))) == ["n"]
+    assert ask("-c", question) == ANSWER
+
+
+def test_aider(tmp_path: Path) -> None:
+    """Changes a file, and commits it."""
+    work, model = tmp_path / "work", tmp_path / "model"
+    reply = 'I change the file.\n\nhello.py\n```\nprint("bye")\n```\n'
+    work.mkdir()
+    (work / "hello.py").write_text('print("hello")\n')
+    run("git", "init", "-q", cwd=work)
+    for name in ("user.name", "user.email"):
+        run("git", "config", name, "someone@example.org", cwd=work)
+    run("git", "add", "hello.py", cwd=work)
+    run("git", "commit", "-q", "-m", "Hello", cwd=work)
+    quiet = ["--no-show-model-warnings", "--analytics-disable", "--no-check-update", "--no-gitignore", "--yes-always"]
+    with Served("--model", str(scripted_model(model, reply)), "--max-model-len", "16384") as served:
+        asked = ["--model", "openai/default", "--edit-format", "whole", "--message", "Print bye", "hello.py"]
+        address = {"OPENAI_API_BASE": f"{served.root}/v1", "OPENAI_API_KEY": "none"}
+        run(programs("aider") / "aider", *quiet, *asked, cwd=work, **address)
+    assert (work / "hello.py").read_text() == 'print("bye")\n'
+    assert run("git", "log", "--oneline", cwd=work).count("\n") == 2

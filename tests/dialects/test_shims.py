@@ -1,0 +1,186 @@
+"""``penstock shims``: commands of other systems, where one asks for them and nowhere else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from repository import ROOT
+
+from penstock.cli.main import main
+
+NAMED = {
+    "triton": {
+        "tritonserver",
+        "launch_triton_server.py",
+        "fill_template.py",
+        "convert_checkpoint.py",
+        "quantize.py",
+        "trtllm-build",
+        "tensorrtllm_backend/scripts/launch_triton_server.py",
+        "tensorrtllm_backend/tools/fill_template.py",
+        "TensorRT-LLM/examples/qwen/convert_checkpoint.py",
+        "TensorRT-LLM/examples/quantization/quantize.py",
+    },
+    "paddlenlp": {"start_server", "stop_server", "download_model.py"},
+    "bladellm": {"blade_llm_server", "blade_llm_quantize", "blade_llm_split"},
+    "fastdeploy": {
+        "modules/fastdeploy/__init__.py",
+        "modules/fastdeploy/engine/sampling_params.py",
+        "modules/fastdeploy/entrypoints/llm.py",
+        "modules/fastdeploy/entrypoints/openai/api_server.py",
+        "modules/fastdeploy/router/launch.py",
+    },
+    "vllm": {
+        "vllm",
+        "modules/vllm/__init__.py",
+        "modules/vllm/lora/request.py",
+        "modules/vllm/sampling_params.py",
+        "modules/vllm/entrypoints/api_server.py",
+        "modules/vllm/entrypoints/openai/api_server.py",
+    },
+    "ascend-vllm": {
+        "modules/vllm/__init__.py",
+        "modules/vllm/lora/request.py",
+        "modules/vllm/sampling_params.py",
+        "llm_tools/PD_separate/start_servers.sh",
+        "llm_tools/PD_separate/pd_ranktable_tools.py",
+        "modules/vllm/entrypoints/api_server.py",
+        "modules/vllm/entrypoints/openai/api_server.py",
+    },
+}
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def run(*command: str | Path, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, **options)  # type: ignore[call-overload]
+
+
+def test_the_package_takes_no_name_but_its_own() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(project["scripts"]) == {"penstock"}
+
+
+@pytest.mark.parametrize("system", NAMED)
+def test_a_systems_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], system: str) -> None:
+    assert main(["shims", str(tmp_path), system]) == 0
+    assert files(tmp_path) == NAMED[system]
+    assert all(os.access(tmp_path / name, os.X_OK) for name in files(tmp_path))
+    said = capsys.readouterr().out
+    assert (f"export PATH={tmp_path}:$PATH\n" in said) == any("/" not in name for name in NAMED[system])
+    assert (f"export PYTHONPATH={tmp_path}/modules" in said) == any(
+        name.startswith("modules/") for name in NAMED[system]
+    )
+
+
+def test_all_or_one_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["shims", str(tmp_path / "all")]) == 0
+    assert files(tmp_path / "all") == set().union(*NAMED.values())
+    assert main(["shims", str(tmp_path / "one"), "trtllm-build", "start_server"]) == 0
+    assert files(tmp_path / "one") == {"trtllm-build", "start_server"}
+    capsys.readouterr()
+    assert main(["shims", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[1] for line in lines} == files(tmp_path / "all")
+    assert "penstock serve --compat triton" in next(line for line in lines if " tritonserver " in line)
+    assert main(["shims", "--list", "bladellm"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["DIR", "tritonservr"],
+            "'tritonservr' is neither a system nor a command, see --list; did you mean tritonserver?",
+        ),
+        ([], "DIR: is missing"),
+        (["FILE"], "cannot write to "),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    (tmp_path / "file").touch()
+    places = {"DIR": str(tmp_path / "dir"), "FILE": str(tmp_path / "file")}
+    assert main(["shims", *[places.get(word, word) for word in arguments]]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+
+
+def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tritonserver").write_text("#!/bin/sh\necho the real one\n")
+    assert main(["shims", str(tmp_path), "triton"]) == 2
+    assert "tritonserver is there and was not written by" in capsys.readouterr().err
+    assert files(tmp_path) == {"tritonserver"}, "none where not all can be written"
+    assert main(["shims", str(tmp_path), "triton", "--force"]) == 0
+    assert main(["shims", str(tmp_path), "triton"]) == 0, "again, over its own files"
+    assert "the real one" not in (tmp_path / "tritonserver").read_text()
+
+
+def test_any_python_runs_them_from_anywhere(tmp_path: Path) -> None:
+    """Also one without this package, from a folder whose modules have our names."""
+    shims, here = tmp_path / "shims", tmp_path / "here"
+    assert main(["shims", str(shims)]) == 0
+    here.mkdir()
+    (here / "penstock.py").write_text("raise SystemExit('the wrong one')")
+    for name in ("quantize.py", "tritonserver", "blade_llm_split", "stop_server", "fill_template.py"):
+        ran = run(shims / name, "--help", cwd=here)
+        assert ran.returncode == 0 and ran.stdout.startswith("usage: "), ran.stderr
+    for name in ("tensorrtllm_backend/tools/fill_template.py", "llm_tools/PD_separate/pd_ranktable_tools.py"):
+        bare = run(sys.executable, "-I", "-S", shims / name, "--help", cwd=here)
+        assert bare.returncode == 0 and bare.stdout.startswith("usage: "), bare.stderr
+
+
+def test_an_interpreter_in_a_folder_with_a_space(tmp_path: Path) -> None:
+    python = tmp_path / "my programs" / "python"
+    python.parent.mkdir()
+    python.symlink_to(os.path.realpath(sys.executable))
+    environment = os.environ | {"PYTHONPATH": ":".join(filter(None, sys.path))}
+    assert run(python, "-m", "penstock.cli.main", "shims", tmp_path / "shims", env=environment).returncode == 0
+    for name in ("quantize.py", "blade_llm_split"):
+        ran = run(tmp_path / "shims" / name, "--help", env=environment)
+        assert ran.returncode == 0 and "my programs/python" in (tmp_path / "shims" / name).read_text(), ran.stderr
+
+
+IMPORTS = {
+    "fastdeploy": """
+from fastdeploy import LLM, SamplingParams
+from fastdeploy.entrypoints.llm import LLM as same_llm
+from fastdeploy.engine.sampling_params import SamplingParams as same_params
+(result,) = LLM(model="", num_gpu_blocks_override=64).chat(MESSAGES, SamplingParams(top_p=0))
+assert same_llm is LLM and same_params is SamplingParams and result.finished and result.error_code == 200
+print(result.outputs.text)
+""",
+    "vllm": """
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams as same_params
+(result,) = LLM(model="", num_gpu_blocks_override=64).chat(MESSAGES, SamplingParams(temperature=0))
+assert same_params is SamplingParams and result.finished and LoRARequest
+print(result.outputs[0].text)
+""",
+}
+
+
+@pytest.mark.parametrize("system", IMPORTS)
+def test_python_code_imports_from_its_modules(tmp_path: Path, system: str) -> None:
+    assert main(["shims", str(tmp_path), system]) == 0
+    messages = "MESSAGES = [{'role': 'user', 'content': 'What is the capital of Canada?'}]"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "modules")}
+    ran = run(sys.executable, "-c", messages + IMPORTS[system], env=environment)
+    assert ran.stdout == "The capital of Canada is Ottawa.\n", ran.stderr
+
+
+def test_import_without_penstock_names_the_interpreter(tmp_path: Path) -> None:
+    assert main(["shims", str(tmp_path), "fastdeploy"]) == 0
+    code = f"import sys; sys.path.insert(0, {str(tmp_path / 'modules')!r}); from fastdeploy import LLM"
+    ran = run(sys.executable, "-I", "-S", "-c", code)
+    assert f"ImportError: penstock is not installed in this Python; run {sys.executable}" in ran.stderr

@@ -1,0 +1,24 @@
+"""The path of a streamed chat through the package: how many files it has, and that docs/architecture.md lists them."""
+
+from __future__ import annotations
+
+import pytest
+from request_path import PAGE, Called, page_with, streamed_chat
+
+MAX_FILES = 45
+"""Files of each process."""
+
+
+@pytest.fixture(scope="module")
+def processes() -> dict[str, Called]:
+    return streamed_chat()
+
+
+def test_streamed_chat_passes_few_files(processes: dict[str, Called]) -> None:
+    counts = {name: len(files) for name, files in processes.items()}
+    assert max(counts.values()) <= MAX_FILES, (counts, processes)
+
+
+def test_architecture_lists_files_of_streamed_chat(processes: dict[str, Called]) -> None:
+    """``python tests/support/request_path.py`` writes the list."""
+    assert PAGE.read_text(encoding="utf-8") == page_with(processes)

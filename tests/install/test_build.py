@@ -1,0 +1,116 @@
+"""What an installation makes of the kernels, with a compiler, without, and with one that fails; what packages hold."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from repository import ROOT
+
+pytest.importorskip("scikit_build_core", reason="the build's own tools are not installed (make installs them)")
+pytest.importorskip("nanobind")
+
+TOOLS = [name for name in ("cmake", "ninja") if shutil.which(name)]
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """What an sdist holds, of the package only its first file and the version."""
+    folder = tmp_path / "penstock"
+    shutil.copytree(ROOT / "csrc", folder / "csrc")
+    for name in (".gitignore", "pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / name)
+    (folder / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "build_backend.py", folder / "scripts")
+    (folder / "src" / "penstock").mkdir(parents=True)
+    for name in ("__init__.py", "version.py"):
+        shutil.copy(ROOT / "src" / "penstock" / name, folder / "src" / "penstock")
+    return folder
+
+
+def build(sources: Path, **environment: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """A wheel as pip builds it: what was printed, and the compiled files in it."""
+    out = sources.parent / "wheels"
+    done = subprocess.run(
+        [sys.executable, "-c", f"from build_backend import build_wheel; build_wheel({str(out)!r})"],
+        cwd=sources,
+        env={name: value for name, value in os.environ.items() if name not in ("CXX", "PENSTOCK_SETS")}
+        | {"PYTHONPATH": "scripts"}
+        | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    names = [name for wheel in out.glob("*.whl") for name in zipfile.ZipFile(wheel).namelist()]
+    return done, [name for name in names if name.endswith(".so")]
+
+
+def test_without_any_compiler_there_are_no_kernels_and_the_build_says_so(sources: Path, tmp_path: Path) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in TOOLS:
+        (tools / name).symlink_to(str(shutil.which(name)))
+    done, compiled = build(sources, PATH=str(tools))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not compiled
+    assert "No C++ compiler was found" in done.stdout + done.stderr
+
+
+def test_a_compiler_that_fails_fails_the_installation(sources: Path) -> None:
+    done, compiled = build(sources, CXX=str(shutil.which("false")))
+    assert done.returncode != 0
+    assert not compiled
+    assert "is not able to compile" in done.stdout + done.stderr
+    assert "No C++ compiler was found" not in done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="there is no C++ compiler")
+def test_a_source_that_does_not_compile_fails_the_installation_with_the_compilers_words(sources: Path) -> None:
+    header = sources / "csrc" / "kernels.h"
+    header.write_text("#error broken on purpose\n" + header.read_text())
+    done, compiled = build(sources, PENSTOCK_SETS="portable", CMAKE_BUILD_PARALLEL_LEVEL="1")
+    assert done.returncode != 0
+    assert not compiled
+    assert re.search(r"kernels\.h:1:\d+: error:.*broken on purpose", done.stdout + done.stderr)
+
+
+def test_kernels_can_be_left_out_and_unknown_sets_are_refused(sources: Path) -> None:
+    done, compiled = build(sources, PENSTOCK_SETS="none", CXX=str(shutil.which("false")))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not compiled
+    done, _ = build(sources, PENSTOCK_SETS="avx9000")
+    assert done.returncode != 0
+    assert "avx9000 is none of the instruction sets here" in " ".join((done.stdout + done.stderr).split())
+
+
+def test_packages_of_a_checkout_name_its_commit(sources: Path, tmp_path: Path) -> None:
+    """Also a wheel of an sdist, which is no checkout; and none of this leaves a file in the checkout."""
+
+    def git(*words: str) -> str:
+        by = ["-c", "user.name=A", "-c", "user.email=a@example.com", "-c", "init.defaultBranch=main"]
+        return subprocess.run(["git", *by, *words], cwd=sources, check=True, capture_output=True, text=True).stdout
+
+    git("init"), git("add", "."), git("commit", "-m", "All")
+    commit = git("rev-parse", "--short", "HEAD").strip()
+    code = f"from build_backend import build_sdist; print(build_sdist({str(tmp_path)!r}))"
+    environment = os.environ | {"PYTHONPATH": "scripts"}
+    subprocess.run([sys.executable, "-c", code], cwd=sources, env=environment, check=True, capture_output=True)
+    assert git("status", "--porcelain") == ""
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    shutil.unpack_archive(sdist, tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    done, _ = build(unpacked, PENSTOCK_SETS="none")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = (tmp_path / "unpacked" / "wheels").glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert zipfile.ZipFile(wheel).read("penstock/COMMIT").decode() == commit + "\n"
+    (sources / "README.md").write_text("changed")
+    assert build(sources, PENSTOCK_SETS="none")[0].returncode == 0
+    (wheel,) = (tmp_path / "wheels").glob("*.whl")
+    assert zipfile.ZipFile(wheel).read("penstock/COMMIT").decode() == commit + "-dirty\n"

@@ -1,0 +1,73 @@
+"""What ``pyproject.toml`` declares is what the package imports. What an installed wheel does: ``make test-install``."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+from repository import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@cache
+def imported(path: Path) -> frozenset[str]:
+    """Top-level names of what a file imports, anywhere in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+    return frozenset(found)
+
+
+def distribution(requirement: str) -> str:
+    """Its name as the index writes it."""
+    found = re.match(r"[\w.-]+", requirement)
+    assert found
+    return re.sub(r"[-_.]+", "-", found[0]).lower()
+
+
+def declared(requirements: list[str]) -> set[str]:
+    return {distribution(requirement) for requirement in requirements}
+
+
+def test_everything_that_is_imported_is_declared() -> None:
+    known = declared(PROJECT["dependencies"]).union(*map(declared, PROJECT["optional-dependencies"].values()))
+    owners = packages_distributions()
+    missing: dict[str, str] = {}
+    for path in (ROOT / "src").rglob("*.py"):
+        for name in imported(path) - set(sys.stdlib_module_names) - {"penstock"}:
+            if not known & {distribution(owner) for owner in owners.get(name, [name])}:
+                missing[name] = str(path.relative_to(ROOT))
+    assert not missing
+
+
+def test_everything_that_is_declared_is_imported() -> None:
+    """``httptools`` is what uvicorn parses HTTP with."""
+    owners = packages_distributions()
+    names = {name for path in (ROOT / "src").rglob("*.py") for name in imported(path)}
+    used = {distribution(owner) for name in names for owner in owners.get(name, ())} | {"httptools"}
+    assert not declared(PROJECT["dependencies"]) - used
+
+
+def test_hints_name_the_distribution_and_its_extras() -> None:
+    extras = set(PROJECT["optional-dependencies"])
+    pages = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("README*.md")]
+    hints = [hint for page in pages for hint in re.findall(r"pip install '([\w-]+)\[(\w+)\]'", page.read_text())]
+    assert hints and {extra for _, extra in hints} == extras
+    assert {name for name, _ in hints} == {PROJECT["name"]}
+
+
+def test_what_a_server_s_processes_import() -> None:
+    """Whatever few models or options need is imported with them: it would take each start time and memory."""
+    code = "import sys, penstock.serve.process.api_server; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "numpy", "PIL", "av", "sqlalchemy", "transformers", "grpc"} & set(loaded)

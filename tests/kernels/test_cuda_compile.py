@@ -1,0 +1,68 @@
+"""Every kernel of the CUDA backend, compiled for GPUs that are not here by ``compile_kernels.py``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import repository
+from repository import SUPPORT
+
+if not find_spec("triton"):  # which is not imported here: other files' tests would find no interpreter
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+SCRIPT = SUPPORT / "compile_kernels.py"
+CACHE = repository.BUILD / "triton"
+"""Kernels that have not changed are not compiled again."""
+SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Bytes of shared memory that a program may have, by target: in NVIDIA's tuning guides."""
+TENSOR_MEMORY = 512
+"""Columns of a multiprocessor: programs for which it is too small are compiled to a trap."""
+FP8 = "fp8"
+MULTIPLY = ("product", "product_int4", "product_fp8_blocks", "attention", "shrink", "expand")
+MULTIPLY += ("latent_attention", "linear_by_head")
+"""Kernels with matrix instructions."""
+
+
+def compiled(*options: str) -> tuple[list[dict[str, Any]], dict[str, list[str]]]:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, env=env, text=True)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    return said["kernels"], said["skipped"]
+
+
+def assert_sound(kernels: list[dict[str, Any]], skipped: dict[str, list[str]]) -> None:
+    assert kernels
+    variants: dict[tuple[str, int], set[str]] = defaultdict(set)
+    for kernel in kernels:
+        assert not kernel["error"], kernel
+        assert not kernel["local"], f"registers are spilled: {kernel}"
+        assert kernel["shared"] <= SHARED[kernel["target"]], kernel
+        assert kernel["tensor_memory"] <= TENSOR_MEMORY, kernel
+        assert bool(kernel["mma"]) == (kernel["kernel"] in MULTIPLY), kernel
+        for product in kernel["products"]:
+            if kernel["mma"]:
+                variants[product, kernel["target"]].add(" ".join(kernel["mma"]))
+    for product, kinds in variants.items():
+        assert len(kinds) == 1, f"{product}: the bits of a row may depend on the number of tokens: {kinds}"
+    assert set(skipped) <= {"80"}, "only fp8 may be missing, where there is none"
+    assert all(FP8 in label for labels in skipped.values() for label in labels)
+
+
+def test_kernels_compile() -> None:
+    """Those of all ops, and products with all tiles, for the GPUs that penstock is for: with no registers spilled and
+    shared memory that they have; and the tiles for different numbers of tokens multiply with the same kind of
+    instructions."""
+    assert_sound(*compiled("--cache", str(CACHE)))
+
+
+@pytest.mark.thorough
+def test_all_variants_compile() -> None:
+    assert_sound(*compiled("--whole"))

@@ -1,0 +1,72 @@
+"""Which instruction set computes, and what is said of kernels that do not fit their sources."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from repository import ROOT
+
+from penstock.core import PenstockError
+
+native = pytest.importorskip("penstock.ops.native", reason="the CPU kernels were not built", exc_type=ImportError)
+kernels = native._kernels
+
+
+def penstock(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "penstock.cli.main", *arguments]
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name == "portable" else pytest.mark.thorough) for name in kernels.available()],
+)
+def test_the_set_that_the_environment_names_computes(name: str) -> None:
+    found = json.loads(penstock("doctor", "--json", PENSTOCK_ISA=name).stdout)
+    assert found["isa"] == f"{name} (PENSTOCK_ISA)"
+    assert found["fingerprint"].startswith(f"cpu-{name}-")
+
+
+def test_a_set_that_cannot_compute_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = penstock("serve", "--port", "0", PENSTOCK_ISA="avx9000")
+    known = ", ".join(kernels.BUILT)
+    assert said.returncode == 2
+    assert said.stderr.strip().splitlines()[-1:] == [
+        f"penstock serve: PENSTOCK_ISA=avx9000: this build has no kernels for avx9000, but for {known}"
+    ]
+    for name in set(kernels.BUILT) - set(kernels.MACHINE):
+        monkeypatch.setenv("PENSTOCK_ISA", name)
+        with pytest.raises(PenstockError, match=f"this processor does not run {name}, but portable"):
+            native.set_up()
+
+
+def test_kernels_of_other_sources_are_told_and_installed_ones_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    shutil.copy(ROOT / "CMakeLists.txt", tmp_path)
+    monkeypatch.setattr(native, "SOURCES", tmp_path)
+    monkeypatch.setattr(kernels, "SOURCES", native.hash_of_sources(ROOT))
+    assert native.outdated_warning() is None
+    with open(tmp_path / "csrc" / "kernels.cc", "a") as file:
+        file.write("// changed\n")
+    assert "pip install -e ." in native.outdated_warning()
+    monkeypatch.setattr(native, "SOURCES", tmp_path / "csrc")  # as in a wheel: no sources beside the package
+    assert native.outdated_warning() is None
+    monkeypatch.setattr(kernels, "VERSION", "0.0.0")
+    assert "version 0.0.0" in native.outdated_warning()
+    monkeypatch.setattr(kernels, "VERSION", "")
+    monkeypatch.setattr(kernels, "MACHINE", [*kernels.MACHINE, "avx1024"])
+    monkeypatch.delenv("PENSTOCK_ISA", raising=False)
+    assert "without avx1024" in native.outdated_warning()
+
+
+def test_the_build_and_the_check_hash_the_same_sources() -> None:
+    """Fails where the kernels that the tests run with are not those of the sources."""
+    assert native.hash_of_sources(ROOT) == kernels.SOURCES

@@ -1,0 +1,158 @@
+"""The configuration classes of transformers that Penstock implements, as ``checkpoint/config_defaults.json`` has them.
+
+``python tests/support/config_classes.py`` writes that file anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import penstock
+
+SOURCES = Path(penstock.__file__).parent
+TABLE = SOURCES / "checkpoint" / "config_defaults.json"
+TEXT = (
+    *("bert", "roberta", "xlm-roberta", "modernbert", "gte"),
+    *("cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma"),
+    *("gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss", "granite", "granitemoe", "hunyuan_v1_dense"),
+    *(
+        "hunyuan_v1_moe",
+        "internlm3",
+        "llama",
+        "llama4_text",
+        "minimax_m2",
+        "ministral3",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "olmo3",
+    ),
+    *("olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2", "whisper"),
+)
+"""``model_type`` of models of text, encoders first, and of speech."""
+COMPOSITE = (
+    *("ernie4_5_vl_moe", "gemma3", "internvl", "llama4", "llava", "llava_onevision", "mistral3"),
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+)
+"""``model_type`` of models with ``text_config`` and ``vision_config``."""
+NESTED = (
+    *("ernie4_5_vl_moe_text", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"),
+    *("siglip_vision_model", "clip_vision_model", "pixtral", "internvl_vision", "ernie4_5_vl_moe_vision"),
+    *("qwen2_vl_vision", "qwen2_5_vl_vision", "qwen3_vl_vision", "qwen3_vl_moe_vision"),
+)
+"""``model_type`` of objects within those."""
+FILLED_IN = {"ernie4_5_vl_moe_text": ("moe_intermediate_size",)}
+"""Fields whose default is ``None``, in place of which a class has a constant."""
+IGNORED = (
+    *("bos_token_id", "eos_token_id", "decoder_start_token_id", "begin_suppress_tokens"),
+    *("num_mtp_layers", "rope_parameters", "text_config", "vision_config"),
+    *("dtype", "dropout", "use_cache", "is_encoder_decoder"),
+)
+"""Fields without defaults here: token ids that the tokenizer has, layers for drafting, which a file has to name,
+nested objects, and what no model depends on."""
+
+ROPE_IGNORED = ("rope_theta", "type", "max_position_embeddings")
+"""Fields of ``rope_parameters`` that are beside them in the table, or that no type reads."""
+
+
+@cache
+def names_read() -> frozenset[str]:
+    """The texts in the sources that read ``config.json``, the names of fields among them."""
+    paths = [
+        path for part in ("checkpoint", "planning", "models", "frontend") for path in (SOURCES / part).rglob("*.py")
+    ]
+    return frozenset(name for path in paths for name in re.findall(r'"([a-z0-9_]+)"', path.read_text()))
+
+
+def class_of(model_type: str) -> Any:
+    """The configuration class of a ``model_type``."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if model_type in CONFIG_MAPPING:
+        return CONFIG_MAPPING[model_type]
+    for outer in COMPOSITE:
+        for found in CONFIG_MAPPING[outer].sub_configs.values():
+            if getattr(found, "model_type", "") == model_type:
+                return found
+    raise KeyError(model_type)
+
+
+def architecture_of(model_type: str) -> str | None:
+    """The class of models that transformers makes of a configuration."""
+    from transformers.models.auto import modeling_auto as auto
+
+    tables = (
+        (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES)
+        if model_type in (*COMPOSITE, "whisper")
+        else (auto.MODEL_MAPPING_NAMES,)
+        if model_type in TEXT[:5]
+        else (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,)
+    )
+    return next((table[model_type] for table in tables if model_type in table), None)
+
+
+def entry_of(model_type: str) -> dict[str, Any]:
+    """The entry of a class in the table."""
+    found = class_of(model_type)
+    fields, nullable = {}, []
+    ignored = IGNORED if model_type in TEXT[:5] else (*IGNORED, "pad_token_id")
+    for field in dataclasses.fields(found):
+        name, value = field.name, field.default
+        if name in ignored or name not in names_read() or value is None or value is dataclasses.MISSING:
+            continue
+        fields[name] = list(value) if isinstance(value, tuple) else value
+        if "None" in str(field.type):
+            nullable.append(name)
+    fields |= {name: getattr(found(), name) for name in FILLED_IN.get(model_type, ())}
+    if model_type not in NESTED:
+        fields["tie_word_embeddings"] = found().tie_word_embeddings
+    entry: dict[str, Any] = {"fields": fields}
+    if nullable:
+        entry["nullable"] = nullable
+    own = {field.name for field in dataclasses.fields(found)}
+    pairs = [(b, a) if a in own and b not in own else (a, b) for a, b in (found.attribute_map or {}).items()]
+    if aliases := {alias: name for alias, name in pairs if name in own and name in names_read()}:
+        entry["aliases"] = aliases
+    if architecture := architecture_of(model_type):
+        entry["architecture"] = architecture
+    if model_type in COMPOSITE:
+        for name, spec in found.sub_configs_defaults.items():
+            kind = spec.model_type or spec.config_class.model_type
+            given = {field: value for field, value in spec.init_kwargs.items() if field in names_read()}
+            entry[name] = {"model_type": kind, **given}
+    elif "rope_parameters" in own and getattr(found, "default_rope_type", "default") == "default":
+        entry["rope"] = _rope(found)
+    return entry
+
+
+def _rope(found: Any) -> dict[str, Any]:
+    """Defaults of rotary positions."""
+    rope = found().rope_parameters
+    if "full_attention" in rope:
+        return {"rope_theta": {kind: rope[kind]["rope_theta"] for kind in ("full_attention", "sliding_attention")}}
+    result = {"rope_theta": rope["rope_theta"]}
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        result["partial_rotary_factor"] = rope["partial_rotary_factor"]
+    if rope["rope_type"] != "default":
+        result["rope_parameters"] = {name: value for name, value in rope.items() if name not in ROPE_IGNORED}
+    return result
+
+
+def table() -> dict[str, Any]:
+    """What ``config_defaults.json`` has to hold."""
+    return {model_type: entry_of(model_type) for model_type in (*TEXT, *COMPOSITE, *NESTED)}
+
+
+def written(content: dict[str, Any]) -> str:
+    """The table as its file has it: one line for each class."""
+    lines = [f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in content.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+if __name__ == "__main__":
+    TABLE.write_text(written(table()))

@@ -1,0 +1,156 @@
+"""Files of the package through which one streamed chat passes, in the API process and in the engine process.
+
+``python tests/support/request_path.py`` prints them, with the functions of each, and writes the list in
+docs/architecture.md.
+
+The server runs unmodified: a ``sitecustomize`` module on ``PYTHONPATH`` sets a profile function in every thread of the
+two processes. It records what is called from the request until the last event of its stream. Earlier requests have
+imported modules and filled caches. The result is the intersection over several requests, without the files of which
+nothing is called that is not called while the server is idle, too: heartbeats, statistics and other periodic work.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import httpx
+from repository import ROOT
+from serving import Served
+
+import penstock
+
+PACKAGE = Path(penstock.__file__).parent
+PROCESSES = {"api": "penstock.serve.process.api_process", "engine": "penstock.engine.service.server"}
+WARM_UPS, REQUESTS = 2, 5
+IDLE_TIME = 3.0
+"""Seconds without a request; periodic work runs at least once a second."""
+RECORDER = '''
+import json, os, socket, sys, threading
+
+FOLDER, PACKAGE, PROCESSES = {folder!r}, {package!r}, {processes!r}
+name = next((name for name, module in PROCESSES.items() if module in sys.orig_argv), None)
+called = set()
+
+
+def profile(frame, event, argument):
+    if event == "call":
+        called.add(frame.f_code)
+
+
+def answer():
+    """For each connection: the functions that have been called since the one before."""
+    while True:
+        connection, _ = listener.accept()
+        known = list(called)
+        called.clear()
+        found = [(code.co_filename, code.co_qualname) for code in known if code.co_filename.startswith(PACKAGE)]
+        with connection:
+            connection.sendall(json.dumps(found).encode())
+
+
+if name:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(os.path.join(FOLDER, name))
+    listener.listen()
+    threading.Thread(target=answer, daemon=True).start()
+    threading.setprofile(profile)
+    sys.setprofile(profile)
+'''
+
+Called = dict[str, set[str]]
+"""File, relative to the package → names of its functions that were called."""
+PAGE = ROOT / "docs/architecture.md"
+BEGIN, END = "<!-- The list is made by python tests/support/request_path.py -->", "<!-- End of the list -->"
+
+
+def streamed_chat() -> dict[str, Called]:
+    """What runs of each process, ``api`` and ``engine``, for one streamed chat."""
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = RECORDER.format(folder=folder, package=str(PACKAGE), processes=PROCESSES)
+        (Path(folder) / "sitecustomize.py").write_text(recorder)
+        with Served(environment={"PYTHONPATH": folder}) as server:
+            for number in range(WARM_UPS):
+                _ask(server, number)
+            recorded = [
+                _record(Path(folder), partial(_ask, server, number)) for number in range(WARM_UPS, WARM_UPS + REQUESTS)
+            ]
+            idle = _record(Path(folder), partial(time.sleep, IDLE_TIME))
+    return {name: _files(set.intersection(*(each[name] for each in recorded)), idle[name]) for name in PROCESSES}
+
+
+def _record(folder: Path, action: Callable[[], None]) -> dict[str, set[tuple[str, str]]]:
+    """The functions of each process that are called during ``action``."""
+    for name in PROCESSES:
+        _called(folder / name)
+    action()
+    return {name: _called(folder / name) for name in PROCESSES}
+
+
+def _called(address: Path) -> set[tuple[str, str]]:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(address))
+        return {(path, name) for path, name in json.load(connection.makefile())}
+
+
+def _ask(server: Served, number: int) -> None:
+    messages = [{"role": "user", "content": f"What is {number} plus {number}?"}]
+    body = {"model": server.name, "messages": messages, "stream": True, "temperature": 0, "max_tokens": 16}
+    answer = httpx.post(f"{server.url}/chat/completions", json=body)
+    assert answer.is_success and answer.text.endswith("data: [DONE]\n\n"), answer.text
+
+
+def _files(called: set[tuple[str, str]], idle: set[tuple[str, str]]) -> Called:
+    files: Called = {}
+    of_requests = {path for path, _ in called - idle}
+    for path, name in called:
+        if path in of_requests:
+            function = re.split(r"\.<locals>|\.?<", name)[0]
+            files.setdefault(Path(path).relative_to(PACKAGE).as_posix(), set()).add(function or "(module)")
+    return dict(sorted(files.items()))
+
+
+def report(processes: dict[str, Called]) -> Iterator[str]:
+    """The files and functions of each process, and the totals, as lines."""
+    for name, files in processes.items():
+        yield f"{name}: {len(files)} files, {sum(map(len, files.values()))} functions"
+        for path, functions in files.items():
+            yield f"  {path:45} {len(functions):3}  {', '.join(sorted(functions))}"
+    everything = set().union(*processes.values())
+    yield f"together: {len(everything)} files"
+
+
+def page_with(processes: dict[str, Called]) -> str:
+    """docs/architecture.md with the list of these files."""
+    page = PAGE.read_text(encoding="utf-8")
+    before, _, rest = page.partition(f"{BEGIN}\n")
+    _, _, after = rest.partition(END)
+    rows = ["", "| files | API process | engine process |", "|---|---|---|", _row("in all", _counts(processes))]
+    folders = sorted({str(Path(path).parent) for files in processes.values() for path in files})
+    for folder in folders:
+        columns = [
+            ", ".join(f"`{Path(path).name}`" for path in files if str(Path(path).parent) == folder)
+            for files in processes.values()
+        ]
+        rows.append(_row(f"`{folder}/`", columns))
+    return "".join([before, BEGIN, "\n", *(f"{row}\n" for row in rows), "\n", END, after])
+
+
+def _counts(processes: dict[str, Called]) -> list[str]:
+    return [str(len(files)) for files in processes.values()]
+
+
+def _row(name: str, columns: list[str]) -> str:
+    return f"| {name} | {' | '.join(columns)} |"
+
+
+if __name__ == "__main__":
+    found = streamed_chat()
+    print("\n".join(report(found)))
+    PAGE.write_text(page_with(found), encoding="utf-8")

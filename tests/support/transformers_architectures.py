@@ -1,0 +1,261 @@
+"""Tiny checkpoints of every causal language model of transformers, and what becomes of each under ``model_impl``.
+
+``python tests/support/transformers_architectures.py`` writes the table of docs/transformers.md anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from checkpoints import SMALL
+from repository import ROOT
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from penstock import demo
+from penstock.core import PenstockError, SamplingParams
+from penstock.frontend.llm import LLM
+
+PAGE = ROOT / "docs" / "transformers.md"
+BEGIN, END = "<!-- table -->\n", "<!-- end of table -->\n"
+SIZES: dict[str, Any] = SMALL | {
+    "d_model": 64,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 96,
+    "decoder_layers": 3,
+    "dim": 64,
+    "embedding_size": 64,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "encoder_layers": 2,
+    "ffn_dim": 96,
+    "ffn_hidden_size": 96,
+    "first_k_dense_replace": 1,
+    "head_dim": 16,
+    "hidden_size_per_layer_input": 16,
+    "is_decoder": True,
+    "kv_lora_rank": 32,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    "multi_query": False,
+    "n_group": 1,
+    "n_inner": 96,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 4,
+    "num_nextn_predict_layers": 0,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "rotary_dim": 16,
+    "shared_expert_intermediate_size": 32,
+    "sliding_window": 24,
+    "topk_group": 1,
+    "v_head_dim": 16,
+    "vocab_size_per_layer_input": 300,
+    "word_embed_proj_dim": 64,
+}
+"""Sizes, of which each configuration takes what it knows."""
+OTHER_SIZES: dict[str, dict[str, Any]] = {
+    "CohereCompassForCausalLM": {"layer_types": ["full_attention"] * 3},
+    "Gemma3nForCausalLM": {
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "num_kv_shared_layers": 1,
+        "activation_sparsity_pattern": [0.0] * 3,
+        "intermediate_size": [96] * 3,
+    },
+    "GPTNeoForCausalLM": {"attention_types": [[["global"], 3]]},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention", "full_attention"]},
+    "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 16},
+    "Inkling2ForCausalLM": {"unpadded_vocab_size": 300},
+    "Inkling2LoopForCausalLM": {"unpadded_vocab_size": 300},
+    "ReformerModelWithLMHead": {"axial_pos_embds": False},
+    "ProphetNetForCausalLM": {"num_decoder_layers": 3, "num_encoder_layers": 2, "num_decoder_attention_heads": 4},
+    "Zamba2ForCausalLM": {"layer_types": ["linear_attention", "hybrid", "linear_attention"]},
+    "ZayaForCausalLM": {"num_experts_per_tok": 1},
+}
+MAX_PARAMETERS = 45_000_000
+
+
+class Outcome(NamedTuple):
+    """What became of an architecture."""
+
+    runs: bool
+    why: str = ""
+    """Why it was refused."""
+    wrong_tokens: int = 0
+    difference: float = 0.0
+    """Largest difference of a log probability."""
+
+
+def architectures() -> dict[str, type[PreTrainedConfig]]:
+    """The causal language models of transformers, and the configuration of each."""
+    return {
+        architecture: CONFIG_MAPPING[kind]
+        for kind, architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+        if kind in CONFIG_MAPPING and getattr(transformers, architecture).config_class is CONFIG_MAPPING[kind]
+    }
+
+
+def tiny(architecture: str, **more: Any) -> PreTrainedConfig:
+    """A small configuration. Raises whatever the class raises where it takes none of the kind."""
+    own = getattr(transformers, architecture).config_class
+    if "text_config" in (own.sub_configs or {}):
+        return own(text_config=_sized(own.sub_configs["text_config"], more).to_dict())
+    return _sized(own, OTHER_SIZES.get(architecture, {}) | more)
+
+
+def _sized(kind: type[PreTrainedConfig], more: Mapping[str, Any]) -> PreTrainedConfig:
+    names = dict(kind.attribute_map)
+    known = {name for each in kind.__mro__ for name in getattr(each, "__annotations__", {})}
+    sizes = {names.get(name, name): value for name, value in SIZES.items() if names.get(name, name) in known}
+    if "kv_lora_rank" in known:  # latent attention, whose keys have sizes of their own, for every head
+        sizes.pop("head_dim", None)
+        sizes["num_key_value_heads"] = 4
+    if "num_hidden_layers" in names and names["num_hidden_layers"] not in sizes:
+        sizes[names["num_hidden_layers"]] = 3
+    errors: list[Exception] = []
+    for left_out in ((), ("bos_token_id",), ("head_dim",), ("bos_token_id", "head_dim", "v_head_dim")):
+        try:
+            return kind(**{name: value for name, value in sizes.items() if name not in left_out} | dict(more))
+        except Exception as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def save(architecture: str, config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
+    """A checkpoint of random weights, and the model as transformers reads it."""
+    kind = getattr(transformers, architecture)
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in kind(config).parameters())
+    if size > MAX_PARAMETERS:
+        raise ValueError(f"{size} parameters")
+    torch.manual_seed(0)
+    model = kind(config)
+    for name, weight in model.named_parameters():
+        torch.nn.init.normal_(weight, std=0.5 if name.endswith("bias") else 0.2)
+        if "norm" in name.lower() or "ln" in name:
+            torch.nn.init.uniform_(weight, 0.5, 1.5)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo.CHAT / name, folder / name)
+    return kind.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def draw(seed: int, length: int) -> list[int]:
+    rng = Random(seed)
+    return [rng.randrange(2, 300) for _ in range(length)]
+
+
+PROMPTS = [draw(length, length) for length in (1, 7, 40, 100)] + [draw(99, 64), draw(99, 64) + draw(1, 20)]
+OPTIONS: dict[str, Any] = {
+    "model_impl": "transformers",
+    "dtype": "float32",
+    "threads": 1,
+    "max_model_len": 256,
+    "block_size": 16,
+    "max_num_batched_tokens": 50,
+    "num_gpu_blocks_override": 20,  # for two thirds of the prompts
+}
+NEW_TOKENS = 8
+
+
+def compare(llm: LLM, model: PreTrainedModel, prompts: list[list[int]] = PROMPTS) -> Outcome:
+    """Prompts twice, in a batch, against the library's own ``generate`` and log probabilities, one at a time."""
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, logprobs=2, ignore_eos=True)
+    wrong, difference, twice = 0, 0.0, [*prompts, *prompts]
+    wanted = [generate(model, prompt) for prompt in prompts]
+    tables = [log_probabilities(model, prompt, tokens) for prompt, tokens in zip(prompts, wanted, strict=True)]
+    for i, output in enumerate(llm.generate(twice, params, use_tqdm=False)):
+        made = output.outputs[0]
+        wrong += sum(a != b for a, b in zip(made.token_ids, wanted[i % len(prompts)], strict=True))
+        for row, position in zip(tables[i % len(prompts)], made.logprobs or [], strict=True):
+            difference = max(difference, *(abs(found.logprob - row[i].item()) for i, found in position.items()))
+    return Outcome(True, "", wrong, difference)
+
+
+@torch.inference_mode()
+def log_probabilities(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """Of the vocabulary at each of the tokens after a prompt, ``[tokens, vocabulary]``."""
+    logits = model(torch.tensor([prompt + tokens]), use_cache=False).logits[0]
+    return logits[len(prompt) - 1 : -1].float().log_softmax(-1)
+
+
+@torch.inference_mode()
+def generate(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    """What the library generates; without its own KV cache where it fails with it."""
+    ids, options = torch.tensor([prompt]), {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    try:
+        whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, **options)
+    except (IndexError, RuntimeError, TypeError, ValueError):  # as of decoders without their encoder
+        for _ in range(NEW_TOKENS):
+            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+        whole = ids
+    made: list[int] = whole[0, len(prompt) :].tolist()
+    return made
+
+
+def outcome(architecture: str, folder: Path) -> Outcome | None:
+    """None where the architecture takes no small configuration."""
+    try:
+        model = save(architecture, tiny(architecture), folder)
+    except Exception:
+        return None
+    try:
+        llm = LLM(folder, **OPTIONS)
+    except PenstockError as error:
+        return _refused(model, str(error).partition(" over a paged KV cache: ")[2] or str(error))
+    return compare(llm, model)
+
+
+def _refused(model: PreTrainedModel, why: str) -> Outcome | None:
+    """None where it is the configuration that does not work, in the library neither."""
+    try:
+        model(torch.tensor([PROMPTS[1]]), use_cache=False)
+    except Exception:
+        return Outcome(False, why) if why.startswith("it keeps more than keys and values") else None
+    return Outcome(False, why)
+
+
+def rows() -> Iterator[str]:
+    """The rows of the table. Raises ``AssertionError`` for an architecture that answers wrongly."""
+    for architecture in sorted(architectures(), key=str.lower):
+        with tempfile.TemporaryDirectory() as folder:
+            found = outcome(architecture, Path(folder))
+        if found is None:
+            yield f"| `{architecture}` | not tried |\n"
+        elif found.runs:
+            assert not found.wrong_tokens, (architecture, found)
+            assert found.difference < 5e-5, (architecture, found)
+            yield f"| `{architecture}` | runs |\n"
+        else:
+            yield f"| `{architecture}` | refused: {found.why} |\n"
+
+
+def table() -> str:
+    """The table as the page has it."""
+    return PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    logging.disable(logging.WARNING)
+    made = "| architecture | |\n|---|---|\n"
+    for row in rows():
+        print(row, end="", file=sys.stderr, flush=True)
+        made += row
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(before + BEGIN + made + END + rest.partition(END)[2])
