@@ -149,7 +149,9 @@ def _with_torchrun(configuration: Configuration) -> Configuration:
     if (ranks := engine.tensor_parallel_size * engine.pipeline_parallel_size) == 1:
         configuration = configuration.with_engine(tensor_parallel_size=everywhere)
     elif ranks != everywhere:
-        message = f"tensor_parallel_size times pipeline_parallel_size is {ranks}, but torchrun started {everywhere} ranks"
+        message = (
+            f"tensor_parallel_size times pipeline_parallel_size is {ranks}, but torchrun started {everywhere} ranks"
+        )
         raise invalid("tensor_parallel_size", message, everywhere)
     os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
     return configuration
