@@ -327,7 +327,7 @@ def test_help_waits_for_no_library() -> None:
         ("--goodput", "itl:5", "goodput: itl is not one of ttft, tpot, e2el"),
         ("--goodput", "ttft:0", "goodput: 0 is wrong"),
         ("--metric-percentiles", "90,101", "metric_percentiles: 101 is wrong"),
-        ("--header", "name", "header: name has no ="),
+        ("--header", "name", "header: 'name' must contain '='"),
         ("--extra-body", "[]", "extra_body: must be a JSON object"),
         ("--json", "/nowhere/file", "json: /nowhere/file cannot be written"),
         ("--picture", "load.gif", "picture: load.gif is not one of .png, .svg, .pdf"),

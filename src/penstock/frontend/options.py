@@ -90,7 +90,7 @@ def translate_options(
             if source:
                 ignored[source] = "it is for servers"
         else:
-            converted = convert_setting(settings()[name], value, source, theirs=True) if source in theirs else value
+            converted = convert_setting(settings()[name], value, source, foreign=True) if source in theirs else value
             options[name] = converted
     for name, why in ignored.items():
         logger.warning("%s has no meaning here and is ignored: %s", name, why)
