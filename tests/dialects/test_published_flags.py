@@ -210,7 +210,7 @@ def test_value_or_short_form_is_translated(
         ("--tokenizer-revision b", "must equal --revision"),
         ("--num-speculative-tokens 3", "requires --speculative-model"),
         ("--spec-method ngram -sc {}", "cannot be combined with --speculative-config"),
-        ("--spec-model a --speculative-model b", "is given twice"),
+        ("--spec-model a --speculative-model b", "has the same meaning as"),
         ("-sc [1] -sc.method ngram", "is not a JSON object"),
         ("--mm-encoder-only", "a server always runs the whole model"),
     ],

@@ -141,7 +141,7 @@ def test_a_killed_run_is_gone_on_with(tmp_path: Path) -> None:
 
     again = run_batch(tmp_path)
     assert again.returncode == 0
-    assert "all 30 lines have a result" in again.stderr
+    assert "all 30 lines already have a result" in again.stderr
 
 
 def test_an_engine_that_dies_or_is_full_costs_no_answer(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_ctrl_c_leaves_what_can_be_gone_on_with(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     _, told = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert "left: the same command goes on with them" in told
+    assert "left: run the same command to continue" in told
     assert "Traceback" not in told
     assert results(tmp_path)
 

@@ -262,8 +262,11 @@ def test_tables_of_two_machines_are_merged_as_printed(shell: Shell) -> None:
             "--mode gen --prefill-server-list 4,5 --decode-server-list 5,6",
             "decode_server_list: device 5 is given twice",
         ),
-        ("--mode gen --prefill-server-list 4,x", "prefill_server_list: '4,x' is not numbers of devices"),
-        ("--mode gen --prefill-server-list 1,12 11,2", "_112.json, as another instance"),
+        (
+            "--mode gen --prefill-server-list 4,x",
+            "prefill_server_list: '4,x' is not a comma-separated list of device numbers",
+        ),
+        ("--mode gen --prefill-server-list 1,12 11,2", "_112.json, like another instance"),
         ("--mode gen --api-server --save-dir global_a", "save_dir: cannot write to global_a"),
         ("--mode both", "invalid choice: 'both'"),
     ],

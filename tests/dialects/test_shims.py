@@ -118,7 +118,7 @@ def test_what_is_wrong_is_one_sentence(
 def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "tritonserver").write_text("#!/bin/sh\necho the real one\n")
     assert main(["shims", str(tmp_path), "triton"]) == 2
-    assert "tritonserver is there and was not written by" in capsys.readouterr().err
+    assert "tritonserver exists and was not written by" in capsys.readouterr().err
     assert files(tmp_path) == {"tritonserver"}, "none where not all can be written"
     assert main(["shims", str(tmp_path), "triton", "--force"]) == 0
     assert main(["shims", str(tmp_path), "triton"]) == 0, "again, over its own files"

@@ -356,7 +356,7 @@ def test_another_build_into_the_same_folder_replaces_it(tmp_path: Path) -> None:
         ("--output-dir NEW --pipeline-parallel-size 32", "--pipeline-parallel-size: is 32, more than"),
         ("--output-dir NEW --max-model-len 999999", "--max-model-len: is 999999, and this model has a context of"),
         ("--output-dir NEW --workers 0", "workers: must be at least 1, is 0"),
-        ("--output-dir NEW --max-shard-size 5XB", "'5XB' is no size: give a number and a unit, as 5GB or 500MB"),
+        ("--output-dir NEW --max-shard-size 5XB", "'5XB' is not a size such as 5GB or 500MB"),
     ],
 )
 def test_what_cannot_be_built(

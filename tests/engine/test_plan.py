@@ -222,7 +222,7 @@ def test_the_table_reads_well(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "memory", "--kv-cache-sequences", "1e9"]) == 0
     assert "too little" in (printed := capsys.readouterr().out) and "ranks" not in printed
     assert main(["plan", "memory", "--kv-cache-sequences", "5", "--tensor-parallel-size", "2"]) == 0
-    assert re.search(r"^ranks +2 +bytes are those of one$", capsys.readouterr().out, re.M)
+    assert re.search(r"^ranks +2 +bytes are per rank$", capsys.readouterr().out, re.M)
 
 
 @pytest.mark.row(

@@ -315,7 +315,7 @@ def test_what_is_on_this_machine_is_where_it_is(tmp_path: Path, capsys: pytest.C
     for arguments, words in (
         ([f"file://{tmp_path}/none"], f"{tmp_path}/none does not exist: give the folder"),
         ([f"file://{tmp_path}"], "is empty"),
-        ([f"file://{demo.CHAT}", "--dir", str(tmp_path)], "is on this machine already: leave it out"),
+        ([f"file://{demo.CHAT}", "--dir", str(tmp_path)], "is already on this machine: omit --dir"),
         ([str(demo.CHAT)], f"{demo.CHAT} is a local path, not a name: pass the path to the command"),
     ):
         assert main(["download", *arguments]) == 2

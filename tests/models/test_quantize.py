@@ -320,7 +320,7 @@ def start(checkpoint: Path, output: Path, method: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize(("number", "said"), [(signal.SIGKILL, ""), (signal.SIGINT, "the same command goes on")])
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGKILL, ""), (signal.SIGINT, "run the same command to resume")])
 def test_a_killed_run_goes_on(model: Path, tmp_path: Path, number: int, said: str) -> None:
     """Ended in the middle; what it leaves is refused to other options, and finished to the same bytes."""
     process = start(model, tmp_path / "cut", "gptq")

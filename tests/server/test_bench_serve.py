@@ -59,7 +59,7 @@ def test_arrivals_follow_the_seed() -> None:
 def test_random_prompts_have_their_lengths_and_share_the_prefix_alone() -> None:
     first, second = workload.random_requests(2, 40, 7, prefix_len=25)
     assert (first.input_len, first.output_len) == (65, 7)
-    one, other = (prompts.ids(request.pieces, seed=0, vocab_size=3000) for request in (first, second))
+    one, other = (prompts.token_ids(request.parts, seed=0, vocab_size=3000) for request in (first, second))
     assert one[:25] == other[:25]
     assert one[25:] != other[25:]
 
@@ -76,12 +76,12 @@ def test_mooncake_ids_become_equal_text(tmp_path: Path) -> None:
     file.write_text(MOONCAKE)
     requests = workload.read_trace(file, 10, speedup=2.0)
     assert [(r.at, r.input_len, r.output_len) for r in requests] == [(0.0, 1300, 5), (0.0, 1200, 900), (1.5, 600, 1)]
-    one, other, third = (prompts.ids(r.pieces, seed=5, vocab_size=3000) for r in requests)
+    one, other, third = (prompts.token_ids(r.parts, seed=5, vocab_size=3000) for r in requests)
     assert list(map(len, (one, other, third))) == [1300, 1200, 600]
     assert one[:1024] == other[:1024]
     assert one[1024:1200] != other[1024:]
     assert one[:512] != third[:512]
-    said, more = (prompts.words(r.pieces, seed=5).split() for r in requests[:2])
+    said, more = (prompts.text(r.parts, seed=5).split() for r in requests[:2])
     assert (len(said), len(more)) == (1300, 1200)
     assert said[:1024] == more[:1024]
 
@@ -90,10 +90,10 @@ def test_a_trace_is_clipped_without_losing_what_it_shares(tmp_path: Path) -> Non
     file = tmp_path / "trace.jsonl"
     file.write_text(MOONCAKE)
     one, other = workload.read_trace(file, 2, max_input_len=700, max_output_len=64)
-    assert one.pieces == other.pieces == ((7, 512), (8, 188))
+    assert one.parts == other.parts == ((7, 512), (8, 188))
     assert (one.output_len, other.output_len) == (5, 64)
     whole = workload.read_trace(file, 1)[0]
-    assert prompts.ids(one.pieces, 0, 3000) == prompts.ids(whole.pieces, 0, 3000)[:700]
+    assert prompts.token_ids(one.parts, 0, 3000) == prompts.token_ids(whole.parts, 0, 3000)[:700]
 
 
 def test_azure_rows_share_nothing(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_azure_rows_share_nothing(tmp_path: Path) -> None:
     first, second = workload.read_trace(file, 10)
     assert (first.at, first.input_len, first.output_len) == (0.0, 374, 44)
     assert (second.at, second.input_len, second.output_len) == (pytest.approx(4.25), 396, 109)
-    assert prompts.ids(first.pieces, 0, 3000)[:100] != prompts.ids(second.pieces, 0, 3000)[:100]
+    assert prompts.token_ids(first.parts, 0, 3000)[:100] != prompts.token_ids(second.parts, 0, 3000)[:100]
 
 
 @pytest.mark.parametrize("text", ["", "a,b\n1,2\n", '{"timestamp": 1}\n', "TIMESTAMP,ContextTokens\nyesterday,1\n"])
@@ -113,11 +113,11 @@ def test_another_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
 
 
 def test_prompts_stay_in_the_vocabulary_and_follow_the_seed() -> None:
-    drawn = prompts.ids([(1, 20000)], seed=0, vocab_size=2500)
+    drawn = prompts.token_ids([(1, 20000)], seed=0, vocab_size=2500)
     assert (min(drawn), max(drawn)) == (1000, 2499)
-    small = prompts.ids([(1, 5000)], seed=0, vocab_size=64)
+    small = prompts.token_ids([(1, 5000)], seed=0, vocab_size=64)
     assert (min(small), max(small)) == (32, 63)
-    assert drawn != prompts.ids([(1, 5000)], seed=1, vocab_size=2500)
+    assert drawn != prompts.token_ids([(1, 5000)], seed=1, vocab_size=2500)
 
 
 # What is made of the answers
@@ -179,7 +179,7 @@ def test_the_table_tells_figures_and_doubts() -> None:
     assert re.search(r"^TTFT +300.00 +300.00 +300.00$", said, re.MULTILINE)
     assert re.search(r"^ITL +– +– +–$", said, re.MULTILINE)
     assert "p99.9" in said
-    assert "could not keep up" in said
+    assert "the client was a bottleneck" in said
 
 
 def test_events_are_whole_wherever_the_network_cuts() -> None:
@@ -270,7 +270,7 @@ async def gone(request: web.Request) -> web.StreamResponse:
     [
         (full, Outcome.REFUSED, "429 the queue is full"),
         (gone, Outcome.FAILED, "disconnected"),
-        (streaming(event("a")), Outcome.FAILED, "before its end"),
+        (streaming(event("a")), Outcome.FAILED, "without a finish reason"),
         (streaming(event("a"), b'data: {"error": {"message": "engine died"}}\n\n'), Outcome.FAILED, "engine died"),
         (streaming(b"data: {nonsense\n\n"), Outcome.FAILED, "malformed"),
     ],
@@ -327,7 +327,7 @@ def test_help_waits_for_no_library() -> None:
         ("--goodput", "itl:5", "goodput: itl is not one of ttft, tpot, e2el"),
         ("--goodput", "ttft:0", "goodput: 0 is wrong"),
         ("--metric-percentiles", "90,101", "metric_percentiles: 101 is wrong"),
-        ("--header", "name", "header: name has no ="),
+        ("--header", "name", "header: 'name' must contain '='"),
         ("--extra-body", "[]", "extra_body: must be a JSON object"),
         ("--json", "/nowhere/file", "json: /nowhere/file cannot be written"),
         ("--picture", "load.gif", "picture: load.gif is not one of .png, .svg, .pdf"),
@@ -343,7 +343,7 @@ def test_wrong_option_is_refused_before_any_request(flag: str, value: str, messa
 def test_nobody_there_is_one_sentence() -> None:
     said = bench("--base-url", "http://127.0.0.1:9", "--goodput", "ttft:500", "e2el:2000.5")
     assert said.returncode == 2
-    assert said.stderr.startswith("penstock bench: no server answers at http://127.0.0.1:9")
+    assert said.stderr.startswith("penstock bench: http://127.0.0.1:9 does not respond")
     assert said.stderr.count("\n") == 1
 
 

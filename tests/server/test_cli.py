@@ -117,7 +117,7 @@ def test_serve_says_it_too(tmp_path: Path) -> None:
     said = penstock("serve", "--compat", "fastdeploy", "--log-file", str(tmp_path / "log"), "--model", "model.gguf")
     assert said.returncode == 2 and "model.gguf does not exist: give the folder" in said.stderr
     assert (
-        "anyone who can reach 0.0.0.0 of this machine can send requests: set --api-key, or --host 127.0.0.1"
+        "anyone with network access to 0.0.0.0 on this machine can send requests: set --api-key or --host 127.0.0.1"
         in said.stderr
     )
     assert "anybody" not in penstock("serve", "model.gguf").stderr

@@ -363,14 +363,14 @@ def test_an_address_that_is_taken_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--role router --router-address 127.0.0.1:1", "router_address: a router registers with no other one"),
+        ("--role router --router-address 127.0.0.1:1", "router_address: a router does not register with other routers"),
         ("--role router --engine-address 127.0.0.1:1", "engine_address: a router has no engine"),
-        ("--role decode --decode-instances 127.0.0.1:1", "decode_instances: needs --role router"),
-        ("--role prefill --prefill-instances 127.0.0.1:1", "prefill_instances: needs --role router or decode"),
+        ("--role decode --decode-instances 127.0.0.1:1", "decode_instances: requires --role router"),
+        ("--role prefill --prefill-instances 127.0.0.1:1", "prefill_instances: requires --role router or decode"),
         ("--role decode --router-address here", "router_address: 'here' is not an address: write host:port"),
         ("--role prefill --kv-advertised-address x", "kv_advertised_address: 'x' is not an address"),
         ("--engine-address 127.0.0.1:x", "engine_address: '127.0.0.1:x' is not an address"),
-        ('--role router --models {"a":"b"}', "models: routers and instances have one model"),
+        ('--role router --models {"a":"b"}', "models: routers and their instances have one model"),
         ("--role both", "argument --role: invalid choice: 'both'"),
     ],
 )
@@ -518,5 +518,5 @@ def test_one_command_starts_all_and_shows_it(tmp_path: Path) -> None:
 
 
 def test_wrong_options_of_that_command_are_refused() -> None:
-    assert "prefill: must be 1 or more" in within(main, "pd", "--prefill", "0").stderr
+    assert "prefill: must be at least 1" in within(main, "pd", "--prefill", "0").stderr
     assert "role: is set by penstock pd" in within(main, "pd", "--role", "decode").stderr

@@ -490,8 +490,8 @@ def test_a_folder_of_checkpoints_is_a_repository(tmp_path: Path, alone: dict[str
         (["--models", '{"a": {"max_num_seqs": 0, "model": "/b"}}'], "max_num_seqs"),
         (["--models", '{"a": {"max_num_seqs": 3}}'], '"model" is missing'),
         (["--models", '{"a": "/b"}', "--model", str(demo.CHAT), "--served-model-name", "a"], "name of two models"),
-        (["--models", '{"default": "/b", "a": "/c"}'], "'default' means the first model"),
-        (["--models", '{"": "/b"}'], "one has an empty name"),
+        (["--models", '{"default": "/b", "a": "/c"}'], "'default' is reserved for the first model"),
+        (["--models", '{"": "/b"}'], "a model has an empty name"),
         (
             ["--models", '{"a": {"model": "/b", "lora_modules": ["x=/c"]}}', "--lora-modules", "x=/d", "--model", "/e"],
             "'x' is the name of a model, or of another adapter",

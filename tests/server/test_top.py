@@ -100,9 +100,9 @@ def test_a_terminal_without_escapes(servers: Servers) -> None:
 def test_servers_that_cannot_be_watched() -> None:
     (port,) = free_ports(1)
     said = within(main, "top", "--url", f"http://127.0.0.1:{port}", "--once")
-    assert said.returncode == 1 and "does not answer" in said.stderr
+    assert said.returncode == 1 and "does not respond" in said.stderr
     with Served("--api-key", "secret") as server:
         said = within(main, "top", "--url", server.root, "--once")
-        assert said.returncode == 1 and "give --api-key" in said.stderr
+        assert said.returncode == 1 and "set --api-key" in said.stderr
         assert within(main, "top", "--url", server.root, "--once", "--api-key", "secret").returncode == 0
     assert "interval" in within(main, "top", "--interval", "0").stderr

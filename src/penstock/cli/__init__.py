@@ -1,1 +1,1 @@
-"""The commands of ``penstock``."""
+"""Commands of ``penstock``."""

@@ -1,4 +1,4 @@
-"""What to change on a machine to be faster, each with the command to type."""
+"""Performance advice for this machine, with the commands to run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 GIB = 2**30
 MAX_SWAPPED = 2**28
-"""Bytes in swap that say nothing."""
+"""Maximum bytes in swap that give no advice."""
 
 
 def advice(
@@ -19,15 +19,15 @@ def advice(
     cores: tuple[int, int],
     root: Path = Path("/"),
 ) -> list[str]:
-    """Sentences that end in a command.
+    """Advice as sentences that end with a command.
 
     Args:
-        isa: instruction set of the kernels that run; empty where there are none.
-        built, machine: instruction sets that are built, and those that the machine has, from the least.
-        kv_bytes: memory that the configuration gives the KV cache; 0 where it is a share.
-        free_bytes: memory of this machine that is free.
-        cores: how many may be used, and how many there are.
-        root: where ``proc`` and ``sys`` are.
+        isa: instruction set of the kernels in use; empty if there are none.
+        built, machine: instruction sets that are built and that the machine supports, the most advanced last.
+        kv_bytes: configured size of the KV cache; 0: not set.
+        free_bytes: free memory of this machine.
+        cores: number of usable cores, and of all cores.
+        root: folder of ``proc`` and ``sys``.
     """
     found = [_huge_pages(root), _governor(root), _cores(*cores), _swap(root), _swappiness(root)]
     found += [_instruction_set(isa, built, machine), _kv_cache(kv_bytes, free_bytes)]
@@ -38,7 +38,7 @@ def _huge_pages(root: Path) -> str:
     path = root / "sys/kernel/mm/transparent_hugepage/enabled"
     if "[never]" not in _read(path):
         return ""
-    return f"huge pages are off, which weights and KV cache ask for: echo madvise | sudo tee {path}"
+    return f"huge pages are off, which speed up weights and KV cache: echo madvise | sudo tee {path}"
 
 
 def _governor(root: Path) -> str:
@@ -50,11 +50,11 @@ def _governor(root: Path) -> str:
     return f"the CPU frequency governor is {', '.join(slow)}: {command}"
 
 
-def _cores(usable: int, there: int) -> str:
-    if usable >= there:
+def _cores(usable: int, total: int) -> str:
+    if usable >= total:
         return ""
-    words = f"{usable} of {there} cores may be used, by this process's affinity or its container's quota"
-    return f"{words}: taskset -c 0-{there - 1} penstock serve, or docker update --cpus {there} CONTAINER"
+    message = f"only {usable} of {total} cores can be used, because of the process's affinity or the container's quota"
+    return f"{message}: taskset -c 0-{total - 1} penstock serve, or docker update --cpus {total} CONTAINER"
 
 
 def _swap(root: Path) -> str:
@@ -63,7 +63,7 @@ def _swap(root: Path) -> str:
     used = (_kilobytes(sizes.get("SwapTotal", "")) - _kilobytes(sizes.get("SwapFree", ""))) * 1024
     if used <= MAX_SWAPPED:
         return ""
-    return f"{used / GIB:.1f} GiB are in swap; with enough free memory: sudo swapoff -a && sudo swapon -a"
+    return f"{used / GIB:.1f} GiB are in swap; if enough memory is free: sudo swapoff -a && sudo swapon -a"
 
 
 def _swappiness(root: Path) -> str:
@@ -79,16 +79,16 @@ def _instruction_set(isa: str, built: Sequence[str], machine: Sequence[str]) -> 
     if not isa or not best or isa == best:
         return ""
     if best in built:
-        return f"kernels for {best} are built and {isa} is chosen: unset PENSTOCK_ISA"
-    return f"kernels for {best} are not built: pip install --force-reinstall --no-deps ., in its sources"
+        return f"kernels for {best} are built, but {isa} is selected: unset PENSTOCK_ISA"
+    return f"kernels for {best} are not built: pip install --force-reinstall --no-deps . (in the source folder)"
 
 
 def _kv_cache(kv_bytes: int, free_bytes: int) -> str:
     if kv_bytes <= free_bytes:
         return ""
     half = max(free_bytes // 2, 1)
-    words = f"the KV cache is to have {kv_bytes / GIB:.1f} GiB, and {free_bytes / GIB:.1f} GiB are free"
-    return f"{words}: export PENSTOCK_KV_CACHE_MEMORY_BYTES={half}"
+    message = f"the KV cache is set to {kv_bytes / GIB:.1f} GiB, but only {free_bytes / GIB:.1f} GiB are free"
+    return f"{message}: export PENSTOCK_KV_CACHE_MEMORY_BYTES={half}"
 
 
 def _kilobytes(value: str) -> int:

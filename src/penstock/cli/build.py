@@ -1,4 +1,4 @@
-"""``penstock build``: packs a model's weights into an engine folder, which ``serve`` maps."""
+"""``penstock build``: pack a model's weights into an engine folder, which ``serve`` memory-maps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from penstock.checkpoint.engine_config import RECORDED
 from penstock.core.errors import invalid
 
-from .build_folder import build, described
+from .build_folder import build, describe
 from .byte_size import byte_size
 from .flags import add_options, configure
 
@@ -20,9 +20,9 @@ OPTIONS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
-    parser.add_argument("--output-dir", "--output_dir", type=Path, required=True, help="the engine folder")
+    parser.add_argument("--output-dir", "--output_dir", type=Path, required=True, help="the new engine folder")
     parser.add_argument(
-        "--workers", type=int, default=1, metavar="N", help="processes that pack ranks at the same time (default: 1)"
+        "--workers", type=int, default=1, metavar="N", help="number of processes that pack ranks (default: 1)"
     )
     parser.add_argument(
         "--max-shard-size",
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=byte_size,
         default=2**30,
         metavar="SIZE",
-        help="size of a file, about, as 5GB or 500MB; a worker needs as much memory (default: 1GiB)",
+        help="approximate size of a file, such as 5GB or 500MB; a worker needs as much memory (default: 1GiB)",
     )
     add_options(parser, (), OPTIONS)
 
@@ -52,5 +52,5 @@ def run(args: argparse.Namespace) -> int:
     config = build(
         options, args.output_dir, recorded=recorded, workers=args.workers, max_shard_size=args.max_shard_size
     )
-    print(f"{args.output_dir}: {described(config)}")
+    print(f"{args.output_dir}: {describe(config)}")
     return 0

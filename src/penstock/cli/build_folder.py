@@ -1,4 +1,4 @@
-"""What ``penstock build`` and the commands of other systems that build engine folders share."""
+"""Building of engine folders, for ``penstock build`` and commands of other systems."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 
 
 def engine_options(values: Mapping[str, Any], source: str) -> EngineOptions:
-    """Options of an engine by name, for commands of other systems; what is none of these is left out.
+    """Convert values by option name to engine options; other names are ignored.
 
-    Raises ``PenstockError`` (``invalid``) for a wrong value.
+    Raises ``PenstockError`` (``invalid``) for an invalid value.
     """
     known = {name: setting for name, setting in settings().items() if setting.section == "engine"}
     return EngineOptions(
@@ -28,14 +28,15 @@ def engine_options(values: Mapping[str, Any], source: str) -> EngineOptions:
 
 
 def build(options: EngineOptions, output: Path, **arguments: Any) -> EngineConfig:
-    """``engine_folder.build_engine`` with its progress."""
+    """Run ``engine_folder.build_engine`` and show its progress."""
     from penstock.engine.engine_folder import build_engine
 
     with Progress("packed", 0, "B", log_or_print(logger)) as bar:
         return build_engine(options, output, progress=bar.set, **arguments)
 
 
-def described(config: EngineConfig) -> str:
+def describe(config: EngineConfig) -> str:
+    """One-line description of an engine folder."""
     ranks = f"{config.world_size} ranks" if config.world_size > 1 else "1 rank"
     formats = config.dtype if config.quantization == "none" else f"{config.quantization}, {config.dtype}"
     return f"an engine folder for {ranks}, {formats}, kernels of the layout {config.layout}"

@@ -1,4 +1,4 @@
-"""What ``penstock --version`` tells: version, commit and the kernels' instruction set. It imports no torch."""
+"""Output of ``penstock --version``: version, commit and the kernels' instruction set. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from penstock.version import __version__
 
 PACKAGE = Path(__file__).parents[1]
 COMMIT = PACKAGE / "COMMIT"
-"""File with the commit: scripts/build_backend.py writes it, or who builds a package of files without their repository
-(deploy/docker/Dockerfile)."""
+"""File with the commit, written by scripts/build_backend.py or deploy/docker/Dockerfile."""
 
 
 def version_line() -> str:
-    """For example ``0.0.1 (commit f74d6e3, kernels avx512bf16)``."""
+    """Version, such as ``0.0.1 (commit f74d6e3, kernels avx512bf16)``."""
     known = [f"commit {commit}"] if (commit := _commit()) else []
     return f"{__version__} ({', '.join([*known, f'kernels {_kernels()}'])})"
 
 
 def _commit() -> str:
-    """The commit that this installation is of: from git in a checkout, from the file ``COMMIT``, or from pip where it
-    installed from a repository; empty where none tells."""
+    """Commit of this installation: from git in a checkout, from the file ``COMMIT``, or from pip if it installed from a
+    repository. Empty if unknown."""
     checkout = PACKAGE.parents[1]
     if (checkout / ".git").exists():
         command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--exclude=*"]
@@ -45,10 +44,9 @@ def _commit() -> str:
 
 
 def _kernels() -> str:
-    """The instruction set that the CPU kernels would take here; ``reference`` where there are none, and plain PyTorch
-    computes."""
+    """Instruction set that the CPU kernels use on this machine; ``reference`` (plain PyTorch) without kernels."""
     name = "penstock.ops._kernels"
-    for finder in sys.meta_path:  # import_module would import penstock.ops first, and with it torch
+    for finder in sys.meta_path:  # import_module would also import penstock.ops, and torch with it
         if (spec := finder.find_spec(name, [str(PACKAGE / "ops")])) and spec.loader:
             try:
                 kernels = module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""Sizes on the command line."""
+"""Parsing of sizes on the command line."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ UNITS |= {f"{unit[0]}iB".upper(): 2 ** (10 * power) for power, unit in enumerate
 
 
 def byte_size(text: str) -> int:
-    """Bytes of a size as ``5GB``, ``500 MB`` or ``1GiB``; a number alone is bytes."""
+    """Parse a size such as ``5GB``, ``500 MB`` or ``1GiB``; a number without unit is bytes."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text.strip())
     size = int(float(found[1]) * UNITS.get(found[2].upper(), 0)) if found else 0
     if not size:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: give a number and a unit, as 5GB or 500MB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB or 500MB")
     return size

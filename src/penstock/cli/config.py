@@ -1,4 +1,4 @@
-"""``penstock config``: every option with its value and source."""
+"""``penstock config``: show all options with value and source."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["add_arguments", "expand_arguments", "run", "value_of"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print as JSON: value, source, unit and help of each option")
-    form.add_argument("--yaml", action="store_true", help="print a file for --config, with every option")
+    form.add_argument("--json", action="store_true", help="print JSON with value, source, unit and help of each option")
+    form.add_argument("--yaml", action="store_true", help="print a file for --config with all options")
     add_options(parser, tuple(TITLES))
 
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def value_of(configured: ResolvedConfiguration, setting: Setting) -> Any:
-    """The value with secrets masked."""
+    """Value of an option, with secrets masked."""
     value = masked(getattr(getattr(configured.configuration, setting.section), setting.name), setting.name)
     return value or in_cache(setting.empty) or value
 
@@ -80,6 +80,6 @@ def _print_yaml(configured: ResolvedConfiguration) -> None:
         if value == in_cache(setting.empty):
             value = () if setting.kind is tuple else ""
         if MASK in str(value):
-            print(f"  # {setting.name}: given by {configured.sources[setting.name]}")
+            print(f"  # {setting.name}: set by {configured.sources[setting.name]}")
         else:
             print(f"  {setting.name}: {json.dumps(value)}")

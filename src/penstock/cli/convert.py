@@ -1,4 +1,4 @@
-"""``penstock convert``: rewrites a checkpoint as safetensors, in shards of another size or numbers of another type."""
+"""``penstock convert``: rewrite a checkpoint as safetensors, with another shard size or data type."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=byte_size,
         default=5 * 10**9,
         metavar="SIZE",
-        help="size that a file may have, as 5GB or 500MiB (default: 5GB)",
+        help="maximum size of a file, such as 5GB or 500MiB (default: 5GB)",
     )
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
-        help="of floating-point numbers; those of quantized matrices stay as they are (default: as they are)",
+        help="data type of floating-point tensors, except those of quantized matrices (default: unchanged)",
     )
-    parser.add_argument("--to", choices=("safetensors",), default="safetensors", help="format (default: safetensors)")
+    parser.add_argument(
+        "--to", choices=("safetensors",), default="safetensors", help="output format (default: safetensors)"
+    )
     add_options(parser, (), ("model", "revision", "hf_token", "download_dir"))
 
 
@@ -46,5 +48,5 @@ def run(args: argparse.Namespace) -> int:
     dtype = getattr(torch, args.dtype) if args.dtype else None
     with Progress("written", 0, "B", print_line("convert")) as bar:
         count = convert(folder, args.output_dir, dtype=dtype, max_shard_size=args.max_shard_size, progress=bar.set)
-    print(f"{args.output_dir}: a checkpoint in {count} {'file' if count == 1 else 'files'} of safetensors")
+    print(f"{args.output_dir}: a checkpoint in {count} safetensors {'file' if count == 1 else 'files'}")
     return 0

@@ -1,4 +1,4 @@
-"""``penstock doctor``: hardware, kernels and caches of this machine, and what to change to be faster."""
+"""``penstock doctor``: show hardware, kernels and caches of this machine, and performance advice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    result = collect_facts()
+    result = inspect_machine()
     if args.json:
         print_json(result)
     else:
@@ -31,8 +31,8 @@ def run(args: argparse.Namespace) -> int:
     return 0 if result["kernels"] != "reference" else 1
 
 
-def collect_facts() -> dict[str, Any]:
-    """Facts by name, in words."""
+def inspect_machine() -> dict[str, Any]:
+    """Properties of the machine by name, as text or lists of text."""
     import torch
 
     from penstock.ops import backend
@@ -78,19 +78,19 @@ def collect_facts() -> dict[str, Any]:
     result["weights"] = _weight_cache(options)
     cores = usable_cores(), os.cpu_count() or 1
     found = advice(isa, built, machine, options.kv_cache_memory_bytes, free_host_bytes(), cores)
-    result["faster"] = found or ["nothing to change was found"]
+    result["faster"] = found or ["no advice"]
     return result
 
 
 def _weight_cache(options: EngineOptions) -> str:
-    """The weight cache: folder, size and limit."""
+    """Folder, size and limit of the weight cache."""
     from penstock.config.cache_folder import cache_folder, disk_usage
 
     folder = cache_folder(options.weight_cache_dir)
     if folder is None:
-        return "not kept (weight_cache_dir none)"
-    held = disk_usage(folder, options.weight_cache_size)
-    return f"{folder}: {held.files} files, {held.used / 2**30:.1f} of at most {held.limit / 2**30:.1f} GiB"
+        return "no weight cache (weight_cache_dir none)"
+    usage = disk_usage(folder, options.weight_cache_size)
+    return f"{folder}: {usage.files} files, {usage.used / 2**30:.1f} of at most {usage.limit / 2**30:.1f} GiB"
 
 
 def _processor() -> str:

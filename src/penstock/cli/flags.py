@@ -1,4 +1,4 @@
-"""Command-line flags, generated from the options."""
+"""Command-line flags generated from the options."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TITLES = {
 }
 FOR_AN_ENGINE = ("model", "engine")
 PROFILE_PREFIX = "theirs:"
-"""Prefix of the argparse destinations of a profile's flags, whose names may also be ours."""
+"""Prefix of the argparse destinations of a profile's flags, whose names may also be names of Penstock's options."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -39,19 +39,19 @@ def add_options(
     sections: tuple[str, ...] = FOR_AN_ENGINE,
     names: tuple[str, ...] = (),
 ) -> None:
-    """Add ``--config`` and a flag for each option, ``--max-num-seqs`` or ``--max_num_seqs``, to the parser.
+    """Add ``--config`` and a flag for each option (``--max-num-seqs`` or ``--max_num_seqs``) to the parser.
 
     Args:
-        sections: whose options are all taken.
-        names: of single options of other sections.
+        sections: sections whose options are added.
+        names: names of additional options of other sections.
     """
     parser.add_argument(
-        "--config", metavar="FILE", help="YAML file of options, which the environment and flags override"
+        "--config", metavar="FILE", help="YAML file of options, overridden by environment variables and flags"
     )
-    taken = [setting for setting in settings().values() if setting.section in sections or setting.name in names]
-    parser.set_defaults(options=[setting.name for setting in taken], profile=None)
+    added = [setting for setting in settings().values() if setting.section in sections or setting.name in names]
+    parser.set_defaults(options=[setting.name for setting in added], profile=None)
     for section, title in TITLES.items():
-        section_settings = [setting for setting in taken if setting.section == section]
+        section_settings = [setting for setting in added if setting.section == section]
         if section_settings:
             group = parser.add_argument_group(title)
             for setting in section_settings:
@@ -59,7 +59,7 @@ def add_options(
 
 
 def add_fields(parser: argparse.ArgumentParser, schema: type[msgspec.Struct], without: Collection[str] = ()) -> None:
-    """Add a flag for each field of a command's own options."""
+    """Add a flag for each field of a command's options."""
     group = parser.add_argument_group("options of this command")
     for setting in settings_of(schema):
         if setting.name not in without:
@@ -67,7 +67,7 @@ def add_fields(parser: argparse.ArgumentParser, schema: type[msgspec.Struct], wi
 
 
 def read_fields(args: argparse.Namespace, schema: type[T], **more: Any) -> T:
-    """The options of ``add_fields`` that were given, and others by name. Raises ``PenstockError`` (``invalid``) for
+    """Create options from the flags of ``add_fields``, and from ``more``. Raises ``PenstockError`` (``invalid``) for
     values out of bounds."""
     for setting in settings_of(schema):
         if hasattr(args, setting.name):
@@ -76,13 +76,13 @@ def read_fields(args: argparse.Namespace, schema: type[T], **more: Any) -> T:
 
 
 def configure(args: argparse.Namespace, process: str = "") -> ResolvedConfiguration:
-    """The whole configuration: defaults, file, environment, and the flags that were given. What is ignored of them is
-    said in the log. ``args.given_names`` become those of the configuration.
+    """Resolve the configuration from defaults, file, environment and flags. Logs ignored names, and sets
+    ``args.given_names`` to those of the configuration.
 
     Args:
-        process: under which this one writes to the log, which is then set up as the configuration has it.
+        process: name of this process in the log; if not empty, the log is set up.
 
-    Raises ``PenstockError`` (``invalid``) for an unknown name, with the nearest known one, or a wrong value.
+    Raises ``PenstockError`` (``invalid``) for an unknown name, with the nearest known one, or an invalid value.
     """
     profile: Profile | None = args.profile
     flags = {name: getattr(args, name) for name in args.options if hasattr(args, name)}
@@ -100,7 +100,7 @@ def configure(args: argparse.Namespace, process: str = "") -> ResolvedConfigurat
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments for ``LLM`` and ``AsyncLLM``, ``model`` included."""
+    """Keyword arguments for ``LLM`` and ``AsyncLLM``, including ``model``."""
     result = configure(args).configuration
     return msgspec.structs.asdict(result.model) | msgspec.structs.asdict(result.engine)
 
@@ -108,16 +108,16 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
 def add_profile(
     parser: argparse.ArgumentParser, arguments: list[str], environment: Mapping[str, str] = os.environ
 ) -> bool:
-    """Add the flags of the selected profile to the parser of a command with ``--compat``; they replace ours of the same
-    name. Returns whether it is such a command.
+    """Add the flags of the selected profile to the parser of a command with ``--compat``. They replace Penstock's flags
+    of the same name. Returns False for a command without ``--compat``.
 
-    Raises ``PenstockError`` (``invalid``) for an unknown one.
+    Raises ``PenstockError`` (``invalid``) for an unknown profile.
     """
     if "compat" not in (parser.get_default("options") or ()):
         return False
-    looking = Parser(prog=parser.prog, add_help=False, allow_abbrev=False)
-    looking.add_argument("--compat", default=environment.get("PENSTOCK_COMPAT", ""))
-    known, _ = looking.parse_known_args(arguments)
+    compat = Parser(prog=parser.prog, add_help=False, allow_abbrev=False)
+    compat.add_argument("--compat", default=environment.get("PENSTOCK_COMPAT", ""))
+    known, _ = compat.parse_known_args(arguments)
     profile = load(known.compat) or DEFAULT_PROFILE
     parser.set_defaults(profile=profile)
     group = parser.add_argument_group(f"options of {profile.title}")
@@ -131,7 +131,7 @@ def _add_alias(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup, 
     existing = parser._option_string_actions.get(f"--{dashed}")
     if (
         existing and name in settings() and existing.nargs != 0 and (alias.to or name) == name
-    ):  # ours, which takes their values
+    ):  # the same option with the other system's values
         existing.dest, existing.type, existing.choices = PROFILE_PREFIX + name, None, None
         if settings()[name].choices:
             existing.metavar = f"{{{','.join(settings()[name].choices)}}}"
@@ -140,8 +140,9 @@ def _add_alias(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup, 
             parser._option_string_actions[short] = existing
         return
     names = [*alias.short.split(), f"--{dashed}", *([f"--{name}"] if dashed != name else [])]
-    means = f"means {settings()[alias.to].flag}" if alias.to else "is ignored" if alias.why else "has its meaning there"
-    given: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": PROFILE_PREFIX + name, "help": f"{means}."}
+    about = f"ignored: {alias.why}" if alias.why else "see docs/dialects"
+    about = (f"same as {settings()[alias.to].flag}" if alias.to else about).replace("%", "%%")
+    given: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": PROFILE_PREFIX + name, "help": about}
     if alias.several:
         given |= {"action": "extend", "nargs": "+", "metavar": name.rpartition("_")[2].upper()}
     elif alias.to and settings()[alias.to].kind is tuple:
@@ -152,7 +153,7 @@ def _add_alias(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup, 
         given["metavar"] = name.rpartition("_")[2].upper()
     group.add_argument(*names, **given)
     if alias.switch:
-        group.add_argument(f"--no-{dashed}", **(given | {"const": "false", "help": "the opposite"}))
+        group.add_argument(f"--no-{dashed}", **(given | {"const": "false", "help": f"opposite of --{dashed}"}))
 
 
 def _add(group: argparse._ArgumentGroup, setting: Setting) -> None:
@@ -175,12 +176,12 @@ def _add(group: argparse._ArgumentGroup, setting: Setting) -> None:
 
 
 def _shown(setting: Setting) -> str:
-    """The default."""
+    """Default of an option, for the help."""
     default = "" if setting.default is None else str(setting.default)
     default = " ".join(setting.default) if isinstance(setting.default, tuple) else default
-    return default or in_cache(setting.empty) or "nothing"
+    return default or in_cache(setting.empty) or "empty"
 
 
 def in_cache(path: str) -> str:
-    """A path with ``~/.cache`` replaced by ``XDG_CACHE_HOME`` where that is set."""
+    """Replace ``~/.cache`` in a path by ``XDG_CACHE_HOME`` if it is set."""
     return path.replace("~/.cache", os.environ.get("XDG_CACHE_HOME") or "~/.cache", 1)

@@ -1,4 +1,4 @@
-"""``penstock generate``: one prompt from the command line or standard input, streamed to standard output."""
+"""``penstock generate``: complete a prompt from the command line or standard input, streaming to standard output."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .flags import add_options, options_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", nargs="?", help="the prompt (default: standard input)")
-    parser.add_argument("--chat", action="store_true", help="ask it as a question, with the model's chat template")
-    parser.add_argument("--system", help="a system prompt for --chat")
-    parser.add_argument("--max-tokens", type=int, help="tokens to generate at most (default: what the context holds)")
-    parser.add_argument("--temperature", type=float, help="0 is greedy (default: the model's own)")
-    parser.add_argument("--sampling-seed", type=int, help="makes the draws repeatable")
+    parser.add_argument("prompt", nargs="?", help="prompt (default: standard input)")
+    parser.add_argument("--chat", action="store_true", help="send the prompt as a chat message, with the chat template")
+    parser.add_argument("--system", help="system prompt for --chat")
+    parser.add_argument("--max-tokens", type=int, help="maximum tokens to generate (default: limited by the context)")
+    parser.add_argument("--temperature", type=float, help="sampling temperature; 0: greedy (default: the model's)")
+    parser.add_argument("--sampling-seed", type=int, help="seed for reproducible sampling (default: random)")
     add_options(parser)
 
 
@@ -30,10 +30,10 @@ async def _stream(args: argparse.Namespace) -> int:
     from penstock.frontend.async_llm import AsyncLLM
 
     if args.prompt is None and sys.stdin.isatty():
-        raise invalid("prompt", 'is missing: penstock generate "Once upon a time", or write it to standard input')
+        raise invalid("prompt", 'is missing: penstock generate "Once upon a time", or send it to standard input')
     prompt = sys.stdin.read() if args.prompt is None else args.prompt
     if not prompt.strip():
-        raise invalid("prompt", "is empty: give it as an argument, or write it to standard input")
+        raise invalid("prompt", "is empty: give it as an argument, or send it to standard input")
     llm = AsyncLLM(**options_of(args))
     changes: dict[str, Any] = {"max_tokens": args.max_tokens, "seed": args.sampling_seed}
     if args.temperature is not None:

@@ -1,4 +1,4 @@
-"""``penstock``: the command line. Each command's module is imported when it is called."""
+"""``penstock``: the command line. A command's module is imported when the command is called."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from .parser import Parser
 from .screen import replace_unprintable
 
 COMMANDS = {
-    "serve": "answer over HTTP and gRPC, in OpenAI's protocol and those of other systems",
-    "chat": "talk to a model in the terminal",
-    "top": "watch what a server is doing",
-    "generate": "continue a prompt, or answer a question with --chat",
-    "download": "fetch a model from a hub, an object store or a web server",
-    "run-batch": "answer a file of requests in OpenAI's batch format",
-    "build": "pack a model's weights once, into a folder that servers map",
-    "convert": "rewrite a checkpoint as safetensors, in files of another size or numbers of another type",
+    "serve": "start a server with the APIs of OpenAI and other systems (HTTP and gRPC)",
+    "chat": "chat with a model in the terminal",
+    "top": "show the activity of a server, continuously",
+    "generate": "complete a prompt, or answer it with --chat",
+    "download": "download a model from a hub, an object store or a web server",
+    "run-batch": "process a file of requests in OpenAI's batch format",
+    "build": "pack a model's weights into a folder that servers load by memory-mapping",
+    "convert": "rewrite a checkpoint as safetensors, with another shard size or data type",
     "bench": "measure latency or throughput of a model or a server",
-    "pd": "start separate prefill and decode instances with their router, or show those that run",
-    "ranktable": "write down who computes what where prefill and decode are apart, and join what machines say",
-    "quantize": "write a quantized checkpoint: rounded, AWQ, GPTQ, SmoothQuant, FP8",
-    "plan": "tell what a model will take of memory, before it runs",
-    "shims": "write commands of other systems, which start this one",
-    "config": "show every option, its value and where it comes from",
-    "doctor": "tell what this machine has, which kernels run, and what to change to be faster",
-    "completion": "write what bash, zsh or fish read to complete commands and flags",
+    "pd": "start prefill and decode instances with a router, or show the instances of a router",
+    "ranktable": "write rank tables of prefill and decode instances, or merge those of several machines",
+    "quantize": "write a quantized checkpoint: round to nearest, AWQ, GPTQ, SmoothQuant, FP8",
+    "plan": "compute the memory of a model, or the placement of its experts",
+    "shims": "create wrapper commands of other systems (trtllm-build, blade_llm_server, ...)",
+    "config": "show all options with value and source",
+    "doctor": "show hardware and kernels of this machine, and performance advice",
+    "completion": "print a completion script for bash, zsh or fish",
 }
 
 
@@ -50,12 +50,12 @@ class _Version(argparse.Action):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; returns the exit status: 2, with one sentence, for a wrong option or model."""
+    """Run a command; returns the exit status: 2, with a one-sentence error, for an invalid option or model."""
     try:
         status = _main(arguments)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # who reads the output has gone, as head does: nothing more is written, at the end either
+    except BrokenPipeError:  # the reader of the output (head) has exited; also suppresses the error of the final flush
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 
@@ -73,18 +73,18 @@ def _main(arguments: list[str] | None) -> int:
         )
     if arguments and not arguments[0].startswith("-") and arguments[0] not in parsers:
         hint = did_you_mean(arguments[0], COMMANDS)
-        print(f"penstock: there is no command {arguments[0]}{hint}; penstock --help lists them", file=sys.stderr)
+        print(f"penstock: there is no command {arguments[0]}{hint}; penstock --help lists all", file=sys.stderr)
         return 2
     try:
         os.getcwd()
-    except FileNotFoundError:  # libraries of PyTorch cannot be loaded then
+    except FileNotFoundError:  # PyTorch's libraries could not be loaded
         print("penstock: the working directory has been deleted; change to another one", file=sys.stderr)
         return 2
     replace_unprintable()
-    atexit.register(gc.freeze)  # so that collections as the interpreter ends find nothing: they take 0.1 seconds
+    atexit.register(gc.freeze)  # avoids garbage collections at interpreter exit, which take 0.1 seconds
     try:
         if arguments and arguments[0] in parsers:
-            from .flags import add_profile  # not for --help alone
+            from .flags import add_profile  # slow to import, and not needed for --help
             from .spelling import expand_spellings
 
             module = _module(arguments[0])
@@ -123,7 +123,7 @@ def _run(parser: argparse.ArgumentParser, parsers: Mapping[str, argparse.Argumen
 
 
 def _flags(parser: argparse.ArgumentParser, arguments: list[str]) -> set[str]:
-    """The flags of a command and its subcommands in ``arguments``."""
+    """Flags of a command, and of its subcommands in ``arguments``."""
     known = set(parser._option_string_actions)
     for action in parser._actions:
         for name, subparser in (action.choices or {}).items() if isinstance(action, argparse._SubParsersAction) else ():

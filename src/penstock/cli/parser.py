@@ -1,4 +1,4 @@
-"""The parser of all commands, and how commands of other systems report errors."""
+"""Argument parser of all commands, and error reporting of commands of other systems."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from penstock.core import PenstockError
 
 
 class Parser(argparse.ArgumentParser):
-    """An ``ArgumentParser`` that reports errors in one sentence, without the usage."""
+    """An ``ArgumentParser`` that reports errors in one sentence, without usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
 
 def exit_status(parser: argparse.ArgumentParser, work: Callable[[], int | None]) -> int:
-    """Do a command's work; returns the exit status: 2, with one sentence, for a ``PenstockError``."""
+    """Run a command's ``work``; returns the exit status: 2, with a one-sentence error, for a ``PenstockError``."""
     try:
         return work() or 0
     except PenstockError as error:
@@ -31,7 +31,12 @@ def exit_status(parser: argparse.ArgumentParser, work: Callable[[], int | None])
 
 
 def add_kinds(parser: argparse.ArgumentParser, package: str, kinds: Mapping[str, tuple[str, str]]) -> None:
-    """Add the subcommands of a command: module in the package and description, by name."""
+    """Add subcommands to a command.
+
+    Args:
+        package: package of the subcommands' modules.
+        kinds: module and description by name.
+    """
     subparsers = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     for name, (module, about) in kinds.items():
         kind = subparsers.add_parser(

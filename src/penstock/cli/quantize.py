@@ -1,4 +1,4 @@
-"""``penstock quantize``: writes a quantized checkpoint, calibrated where the method calls for it."""
+"""``penstock quantize``: write a quantized checkpoint, calibrated if the method needs it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from penstock.core.quantization import Format
 from .flags import add_fields, read_fields
 
 DYNAMIC_KV_CACHE = (
-    "the KV cache needs no calibration: each vector has a scale of its own, computed when it is stored. The report "
-    "measures with it; serve the checkpoint with --kv-cache-dtype {}"
+    "the KV cache needs no calibration: each vector has a separate scale, computed when it is stored. The report "
+    "includes its effect; serve the checkpoint with --kv-cache-dtype {}"
 )
 
 ROTATED = (
-    "weights are rotated: Penstock reads them, and so do systems that apply transform_config of compressed-tensors. "
-    "Others, as transformers 5.24, ignore it and compute nonsense: make a checkpoint for these with --rotation 0"
+    "weights are rotated, which Penstock and systems that apply transform_config of compressed-tensors support. Other "
+    "systems (transformers 5.24) ignore it and compute wrong results: write checkpoints for them with --rotation 0"
 )
 
 
@@ -29,19 +29,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default="",
         metavar="MODEL",
-        help="folder of a checkpoint, or its name on the hub; nothing for the built-in model",
+        help="folder of a checkpoint, or its name on the hub (default: the built-in model)",
     )
     methods = "; ".join(f"{name}: {method.about}{_sizes(method.format)}" for name, method in METHODS.items())
     parser.add_argument("--method", required=True, choices=METHODS, help=methods)
     parser.add_argument(
-        "--output-dir", "--output_dir", required=True, type=Path, metavar="DIR", help="folder to write to, new or empty"
+        "--output-dir", "--output_dir", required=True, type=Path, metavar="DIR", help="new or empty output folder"
     )
-    parser.add_argument("--threads", type=int, default=0, metavar="N", help="to compute with (default: all cores)")
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help="number of threads (default: all cores)")
     add_fields(parser, QuantizeOptions, without=("method", "calib_texts"))
 
 
 def _sizes(format: Format) -> str:
-    """A method's default sizes, for the help."""
+    """Default group and rotation sizes of a method, for the help."""
     groups = f", groups of {format.group_size}" if format.group_size else ""
     return groups + (f", rotated by {format.rotation}" if format.rotation else "")
 
@@ -55,11 +55,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write_quantized(model: str | Path, output: Path, options: QuantizeOptions, threads: int = 0) -> None:
-    """Quantize a checkpoint, with a progress bar, and print what the report says.
+    """Quantize a checkpoint with a progress bar, and print a summary of the report.
 
     Args:
-        model: a folder, or a name on the hub; empty for the built-in model.
-        output, options, threads: as of ``calibration.quantize.quantize``, which says what is raised.
+        model: a folder, or a name on the hub; empty: the built-in model.
+        output, options, threads: as for ``calibration.quantize.quantize``, which also documents the errors.
     """
     options.check()
     from penstock.calibration.quantize import quantize
@@ -70,9 +70,9 @@ def write_quantized(model: str | Path, output: Path, options: QuantizeOptions, t
     try:
         report = quantize(resolve(model), output, options, threads=threads)
     except KeyboardInterrupt:
-        print(f"{output} is not finished: the same command goes on with it", file=sys.stderr)
+        print(f"{output} is incomplete: run the same command to resume", file=sys.stderr)
         raise
     print(summary(report))
     if report["job"]["rotation"] != 0 and options.format.rotation:
         print(ROTATED)
-    print(f"{output} is ready after {time.monotonic() - started:.0f} s; see {output / PAGE}")
+    print(f"{output} was written in {time.monotonic() - started:.0f} s; see {output / PAGE}")

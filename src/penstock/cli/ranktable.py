@@ -1,4 +1,4 @@
-"""``penstock ranktable``: rank tables of separate prefill and decode instances."""
+"""``penstock ranktable``: write or merge rank tables of separate prefill and decode instances."""
 
 from __future__ import annotations
 
@@ -20,18 +20,23 @@ MERGE_FLAGS = ("global_ranktable_list",)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--mode", choices=("gen", "merge"), required=True, help="write this machine's tables, or join those of several"
+        "--mode",
+        choices=("gen", "merge"),
+        required=True,
+        help="gen: write this machine's tables; merge: merge the global tables of several machines",
     )
-    parser.add_argument("--save-dir", type=Path, default=Path(), metavar="FOLDER", help="to write to (the current one)")
+    parser.add_argument(
+        "--save-dir", type=Path, default=Path(), metavar="FOLDER", help="output folder (default: the current folder)"
+    )
     gen = parser.add_argument_group("with --mode gen")
-    gen.add_argument("--api-server", action="store_true", help="clients are to ask this machine; only one has it")
+    gen.add_argument("--api-server", action="store_true", help="this machine runs the router; exactly one machine does")
     for role in ("prefill", "decode"):
-        about = f"{role} instances of this machine: the devices of each, such as 0,1 2,3"
+        about = f"devices of each {role} instance on this machine, such as 0,1 2,3 for two instances"
         gen.add_argument(f"--{role}-server-list", nargs="+", default=[], metavar="DEVICES", help=about)
-    gen.add_argument("--ip", default="", help="address of this machine (that of its way out)")
+    gen.add_argument("--ip", default="", help="address of this machine (default: that of the outgoing interface)")
     merge = parser.add_argument_group("with --mode merge")
     merge.add_argument(
-        "--global-ranktable-list", nargs="+", type=Path, default=[], metavar="FILE", help="one a machine"
+        "--global-ranktable-list", nargs="+", type=Path, default=[], metavar="FILE", help="global table of each machine"
     )
 
 
@@ -44,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _gen(args: argparse.Namespace) -> dict[str, msgspec.Struct]:
-    """Tables by the file's name. Raises ``PenstockError`` (``invalid``) for devices that cannot be."""
+    """Create this machine's tables, by file name. Raises ``PenstockError`` (``invalid``) for invalid devices."""
     ip = args.ip or _address()
     entries = [("prefill_server_list", entry) for entry in args.prefill_server_list]
     entries += [("decode_server_list", entry) for entry in args.decode_server_list]
@@ -56,13 +61,14 @@ def _gen(args: argparse.Namespace) -> dict[str, msgspec.Struct]:
     for role, entry in entries:
         devices = entry.split(",")
         if wrong := next((device for device in devices if read_decimal(device, ranktable.MAX_DEVICE) is None), None):
-            raise invalid(role, f"{entry!r} is not numbers of devices with commas between them ({wrong!r})")
+            raise invalid(role, f"{entry!r} is not a comma-separated list of device numbers ({wrong!r})")
         if both := next((device for i, device in enumerate(devices) if device in [*seen, *devices[:i]]), None):
             raise invalid(role, f"device {both} is given twice")
         seen.update(devices)
         name = f"local_ranktable_{ip}_{''.join(devices)}.json"
         if name in result:
-            raise invalid(role, f"{entry!r} would be written to {name}, as another instance; change their order")
+            message = f"{entry!r} would be written to {name}, like another instance; change the order of its devices"
+            raise invalid(role, message)
         server = ranktable.instance(ip, devices)
         roles[role].append(server)
         result[name] = Local(server_list=(server,))
@@ -74,7 +80,7 @@ def _gen(args: argparse.Namespace) -> dict[str, msgspec.Struct]:
 
 def _merge(args: argparse.Namespace) -> dict[str, msgspec.Struct]:
     if not args.global_ranktable_list:
-        raise invalid("global_ranktable_list", "is missing; --mode merge joins the files that it names")
+        raise invalid("global_ranktable_list", "is missing: set it to the files that --mode merge merges")
     tables = [ranktable.read(path) for path in args.global_ranktable_list]
     return {"global_ranktable_merge.json": ranktable.merge(tables)}
 
@@ -91,10 +97,10 @@ def _write(folder: Path, tables: Mapping[str, msgspec.Struct]) -> None:
 
 
 def _address() -> str:
-    """The address of the outgoing interface; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    """Address of the outgoing interface, found without sending a packet."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            asking.connect(("192.0.2.1", 9))  # reserved for documentation (RFC 5737)
+            probe.connect(("192.0.2.1", 9))  # reserved for documentation (RFC 5737)
         except OSError:
             return "127.0.0.1"
-        return str(asking.getsockname()[0])
+        return str(probe.getsockname()[0])

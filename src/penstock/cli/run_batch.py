@@ -1,4 +1,4 @@
-"""``penstock run-batch``: a file of requests in OpenAI's batch format, answered into another file."""
+"""``penstock run-batch``: process a file of requests in OpenAI's batch format."""
 
 from __future__ import annotations
 
@@ -29,27 +29,30 @@ from .served_models import DEMO
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-i", "--input-file", required=True, type=Path, metavar="FILE", help="requests, one a line")
+    parser.add_argument(
+        "-i", "--input-file", required=True, type=Path, metavar="FILE", help="requests, one per line (JSON Lines)"
+    )
     parser.add_argument(
         "-o",
         "--output-file",
         required=True,
         type=Path,
         metavar="FILE",
-        help="results, one a line as they come; what it holds already is not asked again",
+        help="results, one per line in order of completion; requests that already have a result in it are skipped",
     )
     parser.add_argument(
         "--max-concurrency",
         dest="at_once",  # not the server's option of this name
         type=int,
         metavar="REQUESTS",
-        help="requests at the same time (default: twice --max-num-seqs, as far as --max-waiting allows)",
+        help="maximum number of concurrent requests (default: --max-num-seqs running, and as many waiting, at most "
+        "--max-waiting)",
     )
     add_options(parser, ("model", "engine", "log"), ("served_model_name",))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0 where every line has a successful result, of this run or an earlier one."""
+    """Run the command; returns 0 if all lines have a successful result, from this run or an earlier one."""
     configuration = configure(args, "run-batch").configuration
     at_once = max_concurrency(configuration.engine) if args.at_once is None else args.at_once
     if at_once < 1:
@@ -58,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     with Results(args.output_file) as results:
         result = survey(requests(args.input_file), results)
         if not result.left:
-            message = f"all {result.skipped} lines have a result, {result.failed} of them failed"
+            message = f"all {result.skipped} lines already have a result, {result.failed} of them failed"
             print(f"penstock run-batch: {message}", file=sys.stderr)
             return int(result.failed > 0)
         good = asyncio.run(_answer(configuration, args.input_file, results, result, min(at_once, result.left)))
@@ -66,12 +69,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def max_concurrency(options: EngineOptions) -> int:
-    """Number of concurrent requests that keeps the engine busy within its queue."""
+    """Default number of concurrent requests: keeps the engine busy without exceeding its queue."""
     return options.data_parallel_size * (options.max_num_seqs + min(options.max_num_seqs, options.max_waiting))
 
 
 async def _answer(configuration: Configuration, path: Path, results: Results, state: BatchState, at_once: int) -> bool:
-    """Whether every line got a successful result."""
+    """Process the remaining lines; returns True if all of them got a successful result."""
     async with _engine(configuration) as (service, watch):
         with Progress("requests", state.left, "request", print_line("run-batch")) as bar:
 
@@ -91,7 +94,7 @@ async def _answer(configuration: Configuration, path: Path, results: Results, st
 
 @asynccontextmanager
 async def _engine(configuration: Configuration) -> AsyncIterator[tuple[ServedModel, asyncio.Task[None]]]:
-    """The service of a running engine, and the task that restarts the engine."""
+    """Run an engine; yields its service, and the task that restarts the engine."""
     model = configuration.engine.model
     resolved = download_model(configuration).engine
     input_processor = InputProcessor(Path(resolved.model), configuration.model, configuration.engine.max_output_len)
@@ -111,13 +114,12 @@ async def _engine(configuration: Configuration) -> AsyncIterator[tuple[ServedMod
 
 
 def _summary(work: Work, state: BatchState, seconds: float) -> str:
-    facts = f"{work.answered} answered, {work.failed} failed, {state.skipped} skipped"
+    summary = f"{work.answered} answered, {work.failed} failed, {state.skipped} skipped"
     if state.failed:
-        facts += f" ({state.failed} of them failed earlier)"
-    facts += f"; {work.tokens} tokens, {work.tokens / seconds:.1f} tokens/s"
+        summary += f" ({state.failed} of them failed earlier)"
+    summary += f"; {work.tokens} tokens, {work.tokens / seconds:.1f} tokens/s"
     left = state.left - work.answered - work.failed
-    if work.stopped:
-        facts += f"; the engine has died too often, {left} left: the same command goes on with them"
-    elif left:
-        facts += f"; {left} left: the same command goes on with them"
-    return f"penstock run-batch: {facts}"
+    if left or work.stopped:
+        died = "the engine has died too often, " if work.stopped else ""
+        summary += f"; {died}{left} left: run the same command to continue"
+    return f"penstock run-batch: {summary}"

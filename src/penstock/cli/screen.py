@@ -1,4 +1,4 @@
-"""What the terminal of standard output can show."""
+"""Capabilities of the terminal and the encodings of standard streams."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def print_json(value: Any) -> None:
 
 
 def has_escapes() -> bool:
-    """Whether standard output is a terminal that moves its cursor by escape sequences."""
+    """True if standard output is a terminal that supports escape sequences."""
     return sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
 
 
 def can_print(text: str) -> bool:
-    """Whether standard output's encoding has all characters of a text."""
+    """True if standard output's encoding has all characters of a text."""
     try:
         text.encode(sys.stdout.encoding or "ascii")
     except UnicodeEncodeError:
@@ -28,7 +28,8 @@ def can_print(text: str) -> bool:
 
 
 def replace_unprintable() -> None:
-    """Where an encoding lacks characters, have outputs escape them and the input replace them: Python would stop."""
+    """Escape characters in output (and replace them in input) that a non-UTF-8 encoding lacks, instead of raising an
+    error."""
     for stream, errors in (
         (sys.stdin, "replace"),
         (sys.stdout, "backslashreplace"),

@@ -1,4 +1,4 @@
-"""``penstock serve``: the server."""
+"""``penstock serve``: start a server."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ logger = logging.getLogger(__name__)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
-    parser.add_argument("--service-json", metavar="FILE", help="a service of BladeLLM as EAS describes it")
-    parser.add_argument("--model-repository", metavar="FOLDER", help="Triton's, with TensorRT-LLM's models")
+    parser.add_argument("--service-json", metavar="FILE", help="EAS service description of a BladeLLM service")
+    parser.add_argument("--model-repository", metavar="FOLDER", help="Triton model repository of TensorRT-LLM models")
     add_options(parser, tuple(TITLES))
 
 
 def expand_arguments(arguments: list[str]) -> list[str]:
-    """The arguments, with those of ``--service-json`` and ``--model-repository`` added."""
+    """Replace ``--service-json`` and ``--model-repository`` by the arguments derived from them."""
     return model_repository.expand_arguments(service_json.expand_arguments(arguments))
 
 
@@ -52,19 +52,21 @@ def run(args: argparse.Namespace) -> int:
 
     if args.model_tag is not None:
         if getattr(args, "model", args.model_tag) != args.model_tag:
-            raise invalid("model", f"given twice, as {args.model_tag} and as --model {args.model}")
+            raise invalid("model", f"is given twice, as {args.model_tag} and --model {args.model}")
         args.model = args.model_tag
     configuration = with_role(with_rank_tables(configure(args, "serve").configuration))
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        configuration = _of_torchrun(configuration)
+        configuration = _with_torchrun(configuration)
         if int(os.environ["LOCAL_RANK"]):
-            return 0  # the first one starts all ranks
+            return 0  # the process of local rank 0 starts all ranks
     if configuration.engine.node_rank:
         return run_node(configuration)
     if configuration.engine.nnodes > 1 and configuration.server.models:
-        raise PenstockError(Code.UNSUPPORTED, "a server of several nodes has one model", "models")
+        raise PenstockError(Code.UNSUPPORTED, "models: a server with several nodes has one model", "models")
     if is_open(configuration.server):
-        warning = "anyone who can reach %s of this machine can send requests: set --api-key, or --host 127.0.0.1"
+        warning = (
+            "anyone with network access to %s on this machine can send requests: set --api-key or --host 127.0.0.1"
+        )
         logger.warning(warning, configuration.server.host)
     models = [
         msgspec.structs.replace(model, configuration=download_model(model.configuration)) if model.required else model
@@ -78,27 +80,27 @@ def run(args: argparse.Namespace) -> int:
 
 
 def with_role(configuration: Configuration) -> Configuration:
-    """The configuration with what follows from ``role``: routers reach the engine of a prefill or decode instance, and
-    of one that registers with them.
+    """Set options that depend on ``role``: prefill and decode instances, and instances that register with a router, get
+    an ``engine_address``.
 
-    Raises ``PenstockError`` where options contradict each other.
+    Raises ``PenstockError`` for contradictory options.
     """
     engine, server = configuration.engine, configuration.server
     router = engine.role == "router"
     refused = {
-        "router_address": router and server.router_address and "a router registers with no other one",
+        "router_address": router and server.router_address and "a router does not register with other routers",
         "engine_address": router and engine.engine_address and "a router has no engine",
-        "decode_instances": not router and server.decode_instances and "needs --role router",
+        "decode_instances": not router and server.decode_instances and "requires --role router",
         "prefill_instances": engine.role in ("mixed", "prefill")
         and server.prefill_instances
-        and "needs --role router or decode",
+        and "requires --role router or decode",
         "models": server.models
         and (engine.role != "mixed" or engine.engine_address or server.router_address)
-        and "routers and instances have one model; start others for each",
+        and "routers and their instances have one model; start a separate deployment per model",
     }
-    for name, words in refused.items():
-        if words:
-            raise invalid(name, str(words))
+    for name, message in refused.items():
+        if message:
+            raise invalid(name, str(message))
     for address in server.router_address:
         split_address(address.rpartition("://")[2], "router_address")
     if engine.kv_advertised_address:
@@ -111,7 +113,7 @@ def with_role(configuration: Configuration) -> Configuration:
 
 
 def run_node(configuration: Configuration) -> int:
-    """Be a node other than the first, without a server, until SIGTERM."""
+    """Run a node other than node 0, which has no server, until SIGTERM."""
     from penstock.engine.executor import node_process
 
     configuration = download_model(configuration)
@@ -124,52 +126,50 @@ def run_node(configuration: Configuration) -> int:
     return 0
 
 
-def _of_torchrun(configuration: Configuration) -> Configuration:
-    """The configuration under ``torchrun``: with as many ranks as it has started processes, and as many nodes, where
-    options name none.
+def _with_torchrun(configuration: Configuration) -> Configuration:
+    """Set the numbers of ranks and nodes to those of ``torchrun``, unless options set them.
 
-    Raises ``PenstockError`` (``invalid``) where they name others, or nodes have different numbers of processes.
+    Raises ``PenstockError`` (``invalid``) if options contradict them, or nodes have different numbers of processes.
     """
     here, everywhere = (int(os.environ[name]) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     nnodes, engine = everywhere // here, configuration.engine
     if everywhere % here:
-        raise invalid(
-            "nnodes", f"torchrun has started {everywhere} ranks, {here} of them on this node: give all the same"
-        )
+        message = f"torchrun started {everywhere} ranks, {here} of them on this node: use the same number on each node"
+        raise invalid("nnodes", message)
     if nnodes > 1:
         if engine.nnodes not in (1, nnodes):
-            raise invalid("nnodes", f"torchrun has started {nnodes} nodes, and nnodes is {engine.nnodes}", nnodes)
-        taken = int(os.environ["MASTER_PORT"])  # by torchrun itself
+            raise invalid("nnodes", f"is {engine.nnodes}, but torchrun started {nnodes} nodes", nnodes)
+        used = int(os.environ["MASTER_PORT"])  # by torchrun itself
         configuration = configuration.with_engine(
             nnodes=nnodes,
             node_rank=int(os.environ["GROUP_RANK"]),
             master_addr=os.environ["MASTER_ADDR"],
-            master_port=engine.master_port + (engine.master_port == taken),
+            master_port=engine.master_port + (engine.master_port == used),
         )
     if (ranks := engine.tensor_parallel_size * engine.pipeline_parallel_size) == 1:
         configuration = configuration.with_engine(tensor_parallel_size=everywhere)
     elif ranks != everywhere:
-        words = (
-            f"torchrun has started {everywhere} ranks, and tensor_parallel_size times pipeline_parallel_size is {ranks}"
+        message = (
+            f"tensor_parallel_size times pipeline_parallel_size is {ranks}, but torchrun started {everywhere} ranks"
         )
-        raise invalid("tensor_parallel_size", words, everywhere)
+        raise invalid("tensor_parallel_size", message, everywhere)
     os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
     return configuration
 
 
 def is_open(options: ServerOptions) -> bool:
-    """Whether other machines can send requests without an API key."""
+    """True if other machines can send requests without an API key."""
     try:
-        inside = ipaddress.ip_address(options.host).is_loopback
+        is_local = ipaddress.ip_address(options.host).is_loopback
     except ValueError:
-        inside = options.host == "localhost"
-    return not inside and not options.api_key
+        is_local = options.host == "localhost"
+    return not is_local and not options.api_key
 
 
 def download_model(configuration: Configuration) -> Configuration:
-    """Download the model where needed; returns the configuration with its local folder as ``engine.model``.
+    """Download the model if needed, and set ``engine.model`` to its local folder.
 
-    Raises ``PenstockError`` where it cannot be downloaded.
+    Raises ``PenstockError`` if it cannot be downloaded.
     """
     from penstock.frontend.hub import resolve_draft, resolve_source
 
@@ -183,12 +183,12 @@ def download_model(configuration: Configuration) -> Configuration:
 
 
 def _selection(engine: EngineOptions, fetch: Callable[..., Path]) -> Selection:
-    """What a router, or one of several nodes, needs of a model."""
+    """Files of a model that a router, or one of several nodes, needs."""
     from penstock.frontend.downloads import NEEDED_FIRST, Selection, weight_files_of_node
 
     if engine.role == "router":
         return Selection(weights=False)
-    if engine.engine_address:  # instances compare their checkpoints, which have to be whole for that
+    if engine.engine_address:  # instances compare their checkpoints, which must be complete
         return Selection()
     folder = fetch(selection=Selection(include=NEEDED_FIRST))
     return Selection(weight_filter=weight_files_of_node(folder, engine))

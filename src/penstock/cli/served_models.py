@@ -1,4 +1,4 @@
-"""The models of a server: that of ``--model``, and those of ``--models``."""
+"""Models of a server, from ``--model`` and ``--models``."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from penstock.serve.models.messages import DEFAULT_NAME, ModelEntry
 DEMO = "penstock-demo"
 """Name of the built-in model."""
 KSERVE = ("ensemble", "tensorrt_llm_bls", "preprocessing", "tensorrt_llm", "postprocessing")
-"""Models of the KServe v2 protocol over the first model: name → kind."""
+"""KServe v2 models of the first model; their names are also their kinds."""
 CHECKPOINT_OPTIONS = frozenset(
     "model pooling_type pooling_task pooling_activation classifier_tokens "
     "tokenizer chat_template tool_call_parser reasoning_parser revision lora_modules "
     "speculative_config".split()
 )
-"""Options that belong to one checkpoint, which other models do not inherit."""
+"""Options of a checkpoint, which other models do not inherit."""
 
 
 def served_models(configuration: Configuration) -> tuple[ModelEntry, ...]:
-    """The models of a server; the first answers requests that name no model.
+    """Models of a server; the first one handles requests without a model name.
 
-    Raises ``PenstockError`` (``invalid``) for what is not written as it should be, and names that come twice.
+    Raises ``PenstockError`` (``invalid``) for invalid options and duplicate names.
     """
     options, result = configuration.server, []
     if configuration.engine.model or not options.models:
@@ -53,13 +53,13 @@ def served_models(configuration: Configuration) -> tuple[ModelEntry, ...]:
 
 
 def _additional_model(configuration: Configuration, name: str, given: Mapping[str, Any]) -> ModelEntry:
-    """A model of ``--models``: its own options, and for the others those of the first model."""
+    """Create a model of ``--models``, which inherits options from the first model."""
     known = {key: setting for key, setting in settings().items() if setting.section in ("model", "engine")}
     kserve = given.get("kserve", {})
     changes: dict[str, dict[str, Any]] = {"model": {}, "engine": {}}
     first = configuration.engine
     built = {key for key, value in engine_defaults(first.model).items() if getattr(first, key) == value}
-    for key in CHECKPOINT_OPTIONS | built:  # what the first model's engine folder brought along is its own, too
+    for key in CHECKPOINT_OPTIONS | built:  # options stored in the first model's engine folder are not inherited
         changes[known[key].section][key] = known[key].default
     folder = given.get("model", "")
     for key, value in {**engine_defaults(folder if isinstance(folder, str) else ""), **given}.items():
@@ -70,7 +70,7 @@ def _additional_model(configuration: Configuration, name: str, given: Mapping[st
             raise invalid("models", f"{name}: no such option {key!r}{did_you_mean(option, known)}")
         changes[known[option].section][option] = convert_setting(known[option], value, f"models: {name}")
     if not changes["engine"]["model"]:
-        raise invalid("models", f'{name}: "model" is missing, the folder or name of a checkpoint')
+        raise invalid("models", f'{name}: "model" is missing: set it to the folder or name of a checkpoint')
     parts = {
         section: msgspec.structs.replace(getattr(configuration, section), **new) for section, new in changes.items()
     }
@@ -78,7 +78,7 @@ def _additional_model(configuration: Configuration, name: str, given: Mapping[st
 
 
 def _parse_models(text: str) -> dict[str, dict[str, Any]]:
-    """Parse the option ``models``: options by model name."""
+    """Parse the option ``models`` to options by model name."""
     if not text:
         return {}
     try:
@@ -86,7 +86,7 @@ def _parse_models(text: str) -> dict[str, dict[str, Any]]:
     except ValueError as error:
         raise invalid("models", f"is not JSON: {error}") from error
     if not isinstance(result, dict) or not all(isinstance(given, str | dict) for given in result.values()):
-        raise invalid("models", 'must be a JSON object of folders or options by name, as {"NAME": FOLDER}')
+        raise invalid("models", 'must be a JSON object of folders or options by name, such as {"NAME": "FOLDER"}')
     return {name: {"model": given} if isinstance(given, str) else given for name, given in result.items()}
 
 
@@ -111,9 +111,9 @@ def _check_names(models: list[ModelEntry]) -> None:
             if name in seen:
                 raise invalid("models", f"{name!r} is the name of two models")
             if not name:
-                raise invalid("models", "one has an empty name")
+                raise invalid("models", "a model has an empty name")
             if name == DEFAULT_NAME and models[1:]:
-                raise invalid("models", f"{name!r} means the first model; give this one another name")
+                raise invalid("models", f"{name!r} is reserved for the first model; rename this one")
             seen.add(name)
     for model in models:
         adapters = parse_lora_modules(model.configuration.engine.lora_modules).keys()
@@ -122,4 +122,4 @@ def _check_names(models: list[ModelEntry]) -> None:
         seen |= adapters
     kserve = [name for model in models for name in model.kserve]
     if twice := {name for name in kserve if kserve.count(name) > 1}:
-        raise invalid("models", f"{min(twice)!r} is the name of two models of KServe's protocol")
+        raise invalid("models", f"{min(twice)!r} is the name of two KServe models")

@@ -1,6 +1,6 @@
-"""``penstock shims``: writes files with the names of other systems' commands, which start Penstock's.
+"""``penstock shims``: create wrapper commands (shims) with the names of other systems' commands.
 
-The package itself installs ``penstock`` alone, so that it takes no name from a system that is installed, too.
+The package installs only ``penstock``, so that it does not conflict with other installed systems.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.config.settings import did_you_mean
 from penstock.core.errors import invalid
 
 MARK = "written by `penstock shims`"
-"""In every file, by which ``penstock shims`` recognizes its own."""
+"""Text in all shims, by which ``penstock shims`` recognizes them."""
 MODULES = "modules"
 """Folder of Python modules, for ``PYTHONPATH``."""
 IMPORTS = """\
@@ -36,22 +36,24 @@ def __getattr__(name):
             raise
         raise ImportError("penstock is not installed in this Python; run " + {interpreter}) from error
 """
-"""Text of a module to import from. It loads a name when it is used, so that other modules of the package start fast."""
-LONGEST = 120
-"""Longest interpreter path that every Linux kernel accepts after ``#!``, characters."""
+"""Source of a module that exports names. It imports them on first use, so that other modules of its package start
+fast."""
+MAX_SHEBANG = 120
+"""Maximum characters of an interpreter path after ``#!`` on all Linux kernels."""
 
 
 @dataclass(frozen=True)
 class Shim:
-    """One file.
+    """A wrapper file: a command, or a Python module.
 
     Args:
-        system: the system whose command it replaces.
-        path: below the folder: a command without folders in between, a module below ``modules``.
-        module: module of ``penstock.cli`` that it runs.
-        arguments: put before those on the command line.
-        compat: profile, where no argument can select it.
-        names: of a module to import from: name → module of this package that has it. It runs nothing.
+        system: system whose command it replaces.
+        path: path in the output folder. Commands are at the top level or in folders of the other system; modules are in
+            ``modules``.
+        module: module of ``penstock.cli`` to run.
+        arguments: arguments inserted before those on the command line.
+        compat: profile, if it cannot be selected by an argument.
+        names: for a module that only exports names: Penstock's module by name.
     """
 
     system: str
@@ -67,13 +69,13 @@ class Shim:
 
     @property
     def command(self) -> list[str]:
-        """The command that the file runs; ``-P`` keeps the current folder out of ``sys.path``."""
+        """Command that the file runs; ``-P`` keeps the current folder out of ``sys.path``."""
         profile = ["env", f"PENSTOCK_COMPAT={self.compat}"] if self.compat else []
         return [*profile, sys.executable, "-P", "-m", f"penstock.cli.{self.module}", *self.arguments]
 
     @property
     def about(self) -> str:
-        """The command for display; of a module to import from, the names in it."""
+        """Description: the command it runs, or the names it exports."""
         if self.names:
             package = self.path[len(MODULES) + 1 : -len(".py")].removesuffix("/__init__").replace("/", ".")
             return f"from {package} import {', '.join(self.names)}"
@@ -89,8 +91,8 @@ class Shim:
         if not self.path.endswith(".py"):
             return f'#!/bin/sh\n# {self.path}, {MARK}\nexec {shlex.join(self.command)} "$@"\n'
         runs = ", ".join(map(repr, self.command))
-        fits = len(sys.executable) <= LONGEST and " " not in sys.executable
-        interpreter = sys.executable if fits else "/usr/bin/env python3"  # any will do: it runs the right one
+        fits = len(sys.executable) <= MAX_SHEBANG and " " not in sys.executable
+        interpreter = sys.executable if fits else "/usr/bin/env python3"  # any Python: it executes the right one
         lines = [f"#!{interpreter}", f"# {self.path}, {MARK}", "import os", "import sys", ""]
         return "\n".join([*lines, f"os.execv({sys.executable!r}, [{runs}, *sys.argv[1:]])", ""])
 
@@ -100,12 +102,12 @@ def _serving(system: str, *paths: str) -> list[Shim]:
 
 
 def _running(system: str, module: str, *paths: str) -> list[Shim]:
-    """Commands that ``penstock.cli.compat.MODULE`` finds by their names."""
+    """Commands implemented by ``penstock.cli.compat.MODULE``, which gets the command's name as first argument."""
     return [Shim(system, path, f"compat.{module}", (path.rpartition("/")[2],)) for path in paths]
 
 
 def _importing(system: str, path: str, module: str, *names: str) -> Shim:
-    """A module to import names from."""
+    """A module that exports names."""
     return Shim(system, f"{MODULES}/{path}.py", module, (), names=dict.fromkeys(names, module))
 
 
@@ -149,26 +151,26 @@ SHIMS = [
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="to write to; made where it is not there")
+    parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="output folder, created if it is missing")
     parser.add_argument(
         "names",
         nargs="*",
         metavar="NAME",
-        help=f"of a system ({', '.join(_systems())}) or of a command; nothing for all",
+        help=f"system ({', '.join(_systems())}) or command (default: all)",
     )
-    parser.add_argument("--list", action="store_true", help="tell what there is, and what each starts")
-    parser.add_argument("--force", action="store_true", help="overwrite files that others have written, too")
+    parser.add_argument("--list", action="store_true", help="list the wrapper commands, and what each runs")
+    parser.add_argument("--force", action="store_true", help="also overwrite files not written by penstock shims")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the files and print shell code that sets the search paths: ``eval "$(penstock shims DIR)"``."""
+    """Write the shims, and print shell code that sets the search paths: ``eval "$(penstock shims DIR)"``."""
     names = args.names
     if args.list:
         for shim in _chosen([*([str(args.folder)] if args.folder else []), *names]):
             print(f"{shim.system:<12} {shim.path:<55} {shim.about}")
         return 0
     if args.folder is None:
-        raise invalid("DIR", "is missing: name the folder to write to, or ask for --list")
+        raise invalid("DIR", "is missing: give an output folder, or --list")
     folder, shims = args.folder.absolute(), _chosen(names)
     write(folder, shims, force=args.force)
     print(f"# {len(shims)} files in {folder}")
@@ -182,22 +184,22 @@ def run(args: argparse.Namespace) -> int:
 def write(folder: Path, shims: Iterable[Shim], *, force: bool = False) -> None:
     """Write all files, or none.
 
-    Raises ``PenstockError`` (``invalid``) where a file is in the way that was not written here, or it cannot be done.
+    Raises ``PenstockError`` (``invalid``) if a file cannot be written, or exists and was not written by this command.
     """
-    places = {folder / shim.path: shim.text for shim in shims}
+    files = {folder / shim.path: shim.text for shim in shims}
     try:
-        for place in places:
+        for file in files:
             if (
                 not force
-                and os.path.lexists(place)
-                and not (place.is_file() and MARK in place.read_text("utf-8", "replace"))
+                and os.path.lexists(file)
+                and not (file.is_file() and MARK in file.read_text("utf-8", "replace"))
             ):
-                raise invalid("DIR", f"{place} is there and was not {MARK}: name another folder, or give --force")
-        for place, text in places.items():
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.unlink(missing_ok=True)  # what it leads to stays as it is
-            place.write_text(text, encoding="utf-8")
-            place.chmod(0o755)
+                raise invalid("DIR", f"{file} exists and was not {MARK}: give another folder, or --force")
+        for file, text in files.items():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.unlink(missing_ok=True)  # do not write to the target of a symbolic link
+            file.write_text(text, encoding="utf-8")
+            file.chmod(0o755)
     except OSError as error:
         raise invalid("DIR", f"cannot write to {error.filename or folder} ({error.strerror})") from error
 
@@ -207,7 +209,7 @@ def _systems() -> list[str]:
 
 
 def _chosen(names: Sequence[str]) -> list[Shim]:
-    """The shims of the named systems and commands, or all. Where two have the same path, the first one's.
+    """Shims of the named systems and commands, or all. Of several shims with the same path, the first one.
 
     Raises ``PenstockError`` (``invalid``) for an unknown name.
     """

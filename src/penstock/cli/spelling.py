@@ -1,4 +1,4 @@
-"""Spellings of flags that other systems accept: ``_`` for ``-``, switches with a value, single keys of JSON values."""
+"""Alternative spellings of flags: ``_`` for ``-``, switches with a value, single keys of JSON values."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ ON = {"true": True, "false": False, "1": True, "0": False}
 
 
 def expand_spellings(parser: argparse.ArgumentParser, arguments: list[str]) -> list[str]:
-    """The arguments as the parser takes them.
+    """Rewrite arguments to the spellings of the parser.
 
     ``--enable_chunked_prefill=False`` becomes ``--no-enable-chunked-prefill``, and
     ``--speculative-config.method ngram`` becomes ``--speculative-config {"method": "ngram"}``.
 
-    Raises ``PenstockError`` (``invalid``) for a JSON value that single keys are added to and that is no object.
+    Raises ``PenstockError`` (``invalid``) if single keys are added to a value that is not a JSON object.
     """
     known = parser._option_string_actions
     result: list[str] = []
@@ -73,7 +73,7 @@ def _set(target: dict[str, Any], keys: list[str], text: str) -> None:
 def _merged(
     arguments: list[str], objects: dict[str, dict[str, Any]], known: Mapping[str, argparse.Action]
 ) -> list[str]:
-    """The arguments without the whole values of flags of which single keys are given, too: these are added to them."""
+    """Remove the JSON values of flags that also have single keys, and merge them into ``objects``."""
     result: list[str] = []
     rest = iter(arguments)
     for argument in rest:
@@ -86,7 +86,7 @@ def _merged(
         try:
             objects[name] = {**json.loads(text), **objects[name]}
         except (ValueError, TypeError) as error:
-            raise invalid(name, f"{text!r} is not a JSON object, to which single keys could be added") from error
+            raise invalid(name, f"{text!r} is not a JSON object, so single keys cannot be added to it") from error
     return result
 
 

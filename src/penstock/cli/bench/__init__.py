@@ -1,4 +1,4 @@
-"""``penstock bench``: latency and throughput of the engine alone, a server under load, and how fast one starts."""
+"""``penstock bench``: latency and throughput of an engine, load tests of a server, and start times."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from importlib import import_module
 from ..parser import add_kinds
 
 KINDS = {
-    "latency": ("offline", "measure how long one batch of random prompts takes, with nothing else on the way"),
-    "throughput": ("offline", "measure tokens a second when all random prompts are there at once"),
-    "serve": ("serve", "put load on any OpenAI-compatible server and measure what its clients see"),
-    "startup": ("startup", "measure how long a server takes from its command to the first token"),
+    "latency": ("offline", "measure the latency of one batch of random prompts (engine without server)"),
+    "throughput": ("offline", "measure the throughput for a queue of random prompts (engine without server)"),
+    "serve": ("serve", "load-test any OpenAI-compatible server and measure latencies and throughput of its clients"),
+    "startup": ("startup", "measure the time from starting a server to its first token"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Sending and measuring streamed requests, one or many on a schedule."""
+"""Client that sends streamed requests on a schedule and measures them."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from .sample import Outcome, Sample
 from .sse import DONE, Chunk, EventReader, decode_chunk, error_message
 from .workload import Request
 
-AHEAD = 0.25  # seconds before its time that a request's prompt is made
+AHEAD = 0.25  # seconds before the scheduled time at which a request's prompt is generated
 CONNECT_TIMEOUT = 30.0  # seconds; responses have no time limit
-KEEPALIVE = 3.0  # seconds; servers close idle connections (uvicorn after 5), and a request sent at that moment is lost
+KEEPALIVE = 3.0  # seconds; less than servers' timeouts (uvicorn: 5), as a request sent during the close would be lost
 
 
 class Client:
-    """Sends requests to one model at one address.
+    """Sends requests to one model of a server.
 
     Args:
-        base_url: the server's, without ``/v1``.
-        endpoint: ``/v1/completions`` gets prompts as token ids, anything that ends in ``/chat/completions`` as words.
-        body: fields that every request has besides prompt, length and streaming.
-        headers: sent with every request.
-        seed: of the prompts' content.
-        vocab_size: token ids stay below it.
+        base_url: URL of the server, without ``/v1``.
+        endpoint: prompts are text if it ends with ``/chat/completions``, otherwise token ids.
+        body: additional fields of all requests.
+        headers: headers of all requests.
+        seed: seed of the prompts.
+        vocab_size: upper bound of token ids, exclusive.
     """
 
     def __init__(
@@ -55,10 +55,9 @@ class Client:
         await self._session.close()
 
     async def find_model(self) -> str:
-        """The name of the model to request: that of the body, or else the first of ``/v1/models``.
+        """Name of the requested model: that of the body, or else the first one in ``/v1/models``.
 
-        Raises:
-            PenstockError: nothing answers there, or no list of models.
+        Raises ``PenstockError`` if the server cannot be reached, or lists no models.
         """
         if "model" not in self._body:
             url = f"{self._base_url}/v1/models"
@@ -68,25 +67,25 @@ class Client:
                 self._body["model"] = msgspec.json.decode(answer)["data"][0]["id"]
             except (aiohttp.ClientError, OSError) as error:
                 raise PenstockError(
-                    Code.UNAVAILABLE, f"no server answers at {self._base_url}: {_describe_error(error)}"
+                    Code.UNAVAILABLE, f"{self._base_url} does not respond: {_describe_error(error)}"
                 ) from error
             except (msgspec.DecodeError, LookupError, TypeError) as error:
-                message = f"{url} lists no model, name one with --model: {response.status} {error_message(answer)}"
+                message = f"{url} lists no model: set --model ({response.status} {error_message(answer)})"
                 raise PenstockError(Code.NOT_FOUND, message) from error
         return str(self._body["model"])
 
     async def send_all(
-        self, requests: Sequence[Request], concurrency: int, tell: Callable[[Sample], object] = lambda _: None
+        self, requests: Sequence[Request], concurrency: int, on_complete: Callable[[Sample], object] = lambda _: None
     ) -> list[Sample]:
-        """Send each when it is due, or as soon after as fewer than ``concurrency`` are running; 0 is no limit.
+        """Send each request at its time, or as soon after as fewer than ``concurrency`` (0: no limit) are running.
 
         Args:
-            tell: called with each sample when it is complete.
+            on_complete: called with each completed sample.
 
         Returns:
             The samples in the order of the requests.
         """
-        started = time.perf_counter() + AHEAD  # so that the first ones are ready as well
+        started = time.perf_counter() + AHEAD  # time to generate the first prompts
         samples = [Sample(request.input_len) for request in requests]
         queue = iter(zip(requests, samples, strict=True))
 
@@ -99,7 +98,7 @@ class Client:
                 await _sleep_until(started + sample.due)
                 await self._measure(body, sample, started)
                 free = time.perf_counter() - started
-                tell(sample)
+                on_complete(sample)
 
         await asyncio.gather(*[work() for _ in range(min(concurrency or len(requests), len(requests)))])
         return samples
@@ -107,9 +106,9 @@ class Client:
     def _encode(self, request: Request) -> bytes:
         content: dict[str, Any]
         if self._chat:
-            content = {"messages": [{"role": "user", "content": prompts.words(request.pieces, self._seed)}]}
+            content = {"messages": [{"role": "user", "content": prompts.text(request.parts, self._seed)}]}
         else:
-            content = {"prompt": prompts.ids(request.pieces, self._seed, self._vocab_size)}
+            content = {"prompt": prompts.token_ids(request.parts, self._seed, self._vocab_size)}
         return msgspec.json.encode(self._body | content | {"max_tokens": request.output_len})
 
     async def _measure(self, body: bytes, sample: Sample, started: float) -> None:
@@ -117,7 +116,7 @@ class Client:
         try:
             async with self._session.post(self.url, data=body) as response:
                 if response.status == 200:
-                    await _listen(response, sample, started)
+                    await _read_stream(response, sample, started)
                 else:
                     sample.outcome = Outcome.REFUSED if response.status in (429, 503) else Outcome.FAILED
                     sample.reason = f"{response.status} {error_message(await response.read())}"
@@ -127,8 +126,8 @@ class Client:
             sample.last = time.perf_counter() - started
 
 
-async def _listen(response: aiohttp.ClientResponse, sample: Sample, started: float) -> None:
-    """Read the answer to its end, which is a finish reason: a stream that stops without one failed."""
+async def _read_stream(response: aiohttp.ClientResponse, sample: Sample, started: float) -> None:
+    """Read the response into the sample. A stream that ends without a finish reason has failed."""
     reader, finished = EventReader(), False
     async for received in response.content.iter_any():
         now = time.perf_counter() - started
@@ -139,17 +138,17 @@ async def _listen(response: aiohttp.ClientResponse, sample: Sample, started: flo
             if chunk.error:
                 sample.reason = error_message(payload)
                 return
-            finished |= _note(chunk, sample, now)
+            finished |= _add_chunk(chunk, sample, now)
     if not finished:
-        sample.reason = "the stream stopped before its end"
+        sample.reason = "the stream ended without a finish reason"
         return
     if not sample.counted:
         sample.output_tokens = len(sample.chunks)
     sample.outcome = Outcome.OK
 
 
-def _note(chunk: Chunk, sample: Sample, now: float) -> bool:
-    """Add what came at this moment to the sample; returns whether a finish reason was in it."""
+def _add_chunk(chunk: Chunk, sample: Sample, now: float) -> bool:
+    """Add a chunk received at time ``now`` to the sample; returns True if it has a finish reason."""
     if chunk.usage is not None:
         details = chunk.usage.prompt_tokens_details
         sample.counted = True
@@ -159,13 +158,13 @@ def _note(chunk: Chunk, sample: Sample, now: float) -> bool:
     for choice in chunk.choices:
         finished |= choice.finish_reason is not None
         sample.last = now
-        if choice.has_text or (finished and not sample.chunks):  # an answer whose tokens are no text ends all the same
+        if choice.has_text or (finished and not sample.chunks):  # a response without text gets one chunk
             sample.chunks.append(now)
     return finished
 
 
 def _describe_error(error: Exception) -> str:
-    """The message of an error; for aiohttp's errors, that of the operating system."""
+    """Message of an error; for aiohttp's errors, the message of the operating system."""
     return str(getattr(error, "strerror", None) or error) or type(error).__name__
 
 

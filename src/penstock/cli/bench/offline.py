@@ -1,4 +1,4 @@
-"""``penstock bench latency|throughput``: speed of the engine alone, with random prompts."""
+"""``penstock bench latency|throughput``: speed of the engine without a server, with random prompts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--input-len", type=int, default=128, help="tokens a prompt has (default: 128)")
-    parser.add_argument("--output-len", type=int, default=64, help="tokens to generate for each (default: 64)")
-    parser.add_argument("--batch-size", type=int, default=1, help="latency: sequences at the same time (default: 1)")
-    parser.add_argument("--num-iters", type=int, default=5, help="latency: repetitions (default: 5)")
-    parser.add_argument("--num-prompts", type=int, default=64, help="throughput: prompts (default: 64)")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--input-len", type=int, default=128, help="tokens per prompt (default: 128)")
+    parser.add_argument("--output-len", type=int, default=64, help="tokens to generate per prompt (default: 64)")
+    parser.add_argument("--batch-size", type=int, default=1, help="latency: number of sequences (default: 1)")
+    parser.add_argument("--num-iters", type=int, default=5, help="latency: number of repetitions (default: 5)")
+    parser.add_argument("--num-prompts", type=int, default=64, help="throughput: number of prompts (default: 64)")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
     add_options(parser)
 
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def latency(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
-    """Latency of a batch, in total and by phase, seconds."""
+    """Latency of a batch in seconds, and speed of prefill and decode."""
     whole = [_timed(llm, args.batch_size, args.input_len, args.output_len) for _ in range(args.num_iters + 1)][1:]
     first = [_timed(llm, args.batch_size, args.input_len, 1) for _ in range(args.num_iters + 1)][1:]
     middle, prefill = statistics.median(whole), statistics.median(first)
@@ -66,7 +66,7 @@ def latency(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def throughput(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
-    """Tokens a second with all prompts queued at the beginning."""
+    """Throughput with all prompts queued at the start."""
     _timed(llm, 1, min(args.input_len, 128), 2)
     seconds = _timed(llm, args.num_prompts, args.input_len, args.output_len, show=not args.json)
     return {

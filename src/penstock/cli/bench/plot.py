@@ -1,4 +1,4 @@
-"""The plot of a benchmark: distribution of latencies, and load over time."""
+"""Plot of a load test: distribution of latencies, and load over time."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ PANELS = {
     "e2el": ("End-to-end latency (E2EL)", "requests"),
 }
 LINE, QUIET, LIMIT = "#1f5fa8", "#8a8a8a", "#c0392b"
-INTERVALS = 80  # along the time axis, unless they were shorter than SHORTEST
-SHORTEST = 0.1  # seconds
+INTERVALS = 80  # maximum number of intervals on the time axis
+SHORTEST = 0.1  # minimum length of an interval in seconds
 
 
 def draw(samples: Sequence[Sample], goodput: Mapping[str, float], title: str, path: Path) -> None:
-    """Write the picture; its kind is the path's suffix.
+    """Write the plot; the suffix of ``path`` selects the format.
 
     Args:
-        samples: of all requests, at least one of which went well.
-        goodput: milliseconds promised by metric, drawn where that metric is.
+        samples: samples of all requests, at least one of which succeeded.
+        goodput: latency limits in milliseconds by metric, drawn in the metric's panel.
     """
     good = [sample for sample in samples if sample.outcome is Outcome.OK]
     figure = Figure(figsize=(11, 7.5), layout="constrained")
@@ -42,10 +42,10 @@ def draw(samples: Sequence[Sample], goodput: Mapping[str, float], title: str, pa
 
 
 def _distribution(axes: Any, metric: str, values: np.ndarray, limit: float | None) -> None:
-    """The share of values up to each, on a scale that shows the tail too."""
-    title, things = PANELS[metric]
+    """Plot the cumulative distribution of a metric."""
+    title, unit = PANELS[metric]
     axes.set_xlabel("milliseconds")
-    axes.set_ylabel(f"share of {things}")
+    axes.set_ylabel(f"share of {unit}")
     axes.set_ylim(0, 1.02)
     axes.yaxis.set_major_formatter(PercentFormatter(1))
     _style_axes(axes)
@@ -60,11 +60,11 @@ def _distribution(axes: Any, metric: str, values: np.ndarray, limit: float | Non
         axes.set_title(kept, loc="right", fontsize="small", color=LIMIT)
     shares = np.arange(1, len(values) + 1) / len(values)
     values = np.sort(values)
-    shown = values > 0  # chunks that came together have a gap that a logarithm cannot show; they count all the same
+    shown = values > 0  # a logarithmic axis cannot show gaps of 0 (simultaneous chunks), which count in the shares
     values, shares = values[shown], shares[shown]
     axes.plot(values, shares, color=LINE, drawstyle="steps-post")
     axes.plot(np.maximum([middle, tail], values[0]), [0.5, 0.99], "o", color=LINE, markersize=4)
-    if values[-1] > 10 * values[0]:  # within one power of ten a logarithmic scale has hardly a number to show
+    if values[-1] > 10 * values[0]:  # within one power of ten, a logarithmic axis would have hardly any labels
         axes.set_xlabel("milliseconds (log scale)")
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if values[-1] < 500 * values[0] else (1,)))
@@ -82,8 +82,8 @@ def _plot_over_time(above: Any, below: Any, good: Sequence[Sample]) -> None:
     width = max(moments[-1] / INTERVALS, SHORTEST)
     rates = token_rate(good, width)
     below.stairs(rates, np.arange(len(rates) + 1) * width, color=LINE, fill=True, alpha=0.6)
-    below.set_title("Output tokens a second", loc="left", fontsize="medium")
-    below.set_xlabel("seconds since the load began")
+    below.set_title("Output tokens per second", loc="left", fontsize="medium")
+    below.set_xlabel("seconds since the start of the load")
     below.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     for axes in (above, below):
         _style_axes(axes)

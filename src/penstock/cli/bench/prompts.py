@@ -1,4 +1,4 @@
-"""Random prompts of exact length, in token ids or words, the same for the same name and seed."""
+"""Random prompts of a given length, as token ids or text, determined by names and a seed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
-Piece = tuple[int, int]
-"""A part of a prompt: its name and its length in tokens. Parts of one name begin with the same text."""
+Part = tuple[int, int]
+"""Part of a prompt: name, and length in tokens. Parts of the same name begin with the same text."""
 
-FIRST_ID = 1000  # below are control tokens (all thousand of them in Mistral's Tekken) and single bytes
+FIRST_ID = 1000  # smaller ids are control tokens (the first thousand in Mistral's Tekken) and single bytes
 WORDS = """
 the of and to in is you that it he was for on are as with his they at be this have from or one had by word but not what
 all were we when your can said there use an each which she do how their if will up other about out many then them these
@@ -20,20 +20,20 @@ before line right too mean old any same tell boy follow came want show also arou
 another well large must big even such because turn here why ask went men read need land different home us move try kind
 hand picture again change off play spell air away animal house point page letter mother answer found study still learn
 should world high every near add food between own below country plant last school father keep tree never start city
-""".split()  # common enough to be one token each where a vocabulary has some ten thousand
+""".split()  # common words, which are single tokens in vocabularies of some ten thousand tokens
 
 
-def ids(pieces: Iterable[Piece], seed: int, vocab_size: int) -> list[int]:
-    """A prompt as token ids from 1000 (half the vocabulary, where it is smaller than 2000) up to ``vocab_size``."""
-    return _draw(pieces, seed, min(FIRST_ID, vocab_size // 2), vocab_size)
+def token_ids(parts: Iterable[Part], seed: int, vocab_size: int) -> list[int]:
+    """A prompt as token ids from 1000 (or half of ``vocab_size``, if that is less) to ``vocab_size - 1``."""
+    return _draw(parts, seed, min(FIRST_ID, vocab_size // 2), vocab_size)
 
 
-def words(pieces: Iterable[Piece], seed: int) -> str:
-    """A prompt as common English words, about as many tokens as words."""
-    return " ".join(WORDS[index] for index in _draw(pieces, seed, 0, len(WORDS)))
+def text(parts: Iterable[Part], seed: int) -> str:
+    """A prompt of common English words, about one per token."""
+    return " ".join(WORDS[index] for index in _draw(parts, seed, 0, len(WORDS)))
 
 
-def _draw(pieces: Iterable[Piece], seed: int, low: int, high: int) -> list[int]:
-    drawn = [np.random.default_rng((seed, name)).integers(low, high, length) for name, length in pieces]
+def _draw(parts: Iterable[Part], seed: int, low: int, high: int) -> list[int]:
+    drawn = [np.random.default_rng((seed, name)).integers(low, high, length) for name, length in parts]
     numbers: list[int] = np.concatenate(drawn).tolist()
     return numbers

@@ -1,4 +1,4 @@
-"""Results of a benchmark, under the names of vLLM's, and as a table."""
+"""Results of a load test, under vLLM's names, and as a table."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 
 from .sample import Outcome, Sample
 
-BUSY = 0.9  # share of a core: a client that uses more may be the bottleneck itself
-LATE = 50.0  # milliseconds: a client that sends its requests later than this may be the bottleneck itself
+BUSY = 0.9  # share of a core above which the client may be the bottleneck
+LATE = 50.0  # delay of requests in milliseconds above which the client may be the bottleneck
 
 
 def latencies(samples: Sequence[Sample], metric: str) -> np.ndarray:
-    """Values of a metric in milliseconds: one per request, for ``itl`` one per gap between two chunks.
+    """Values of a metric in milliseconds: one per request, or for ``itl`` one per gap between two chunks.
 
-    ``tpot`` leaves out answers of a single token.
+    ``tpot`` excludes responses with a single token.
     """
     if metric == "itl":
         gaps = [np.diff(sample.chunks) for sample in samples]
@@ -27,17 +27,17 @@ def latencies(samples: Sequence[Sample], metric: str) -> np.ndarray:
 
 
 def running(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
-    """Moments (s) at which the number of running requests changes, and the number from then on."""
+    """Times in seconds at which the number of running requests changes, and the number from then on."""
     moments = np.array([s.sent for s in samples] + [s.last for s in samples])
     steps = np.repeat([1, -1], len(samples))
-    order = np.lexsort((steps, moments))  # at one moment, first those that end
+    order = np.lexsort((steps, moments))  # at the same time, ends before starts
     return moments[order], np.cumsum(steps[order])
 
 
 def token_rate(samples: Sequence[Sample], width: float) -> np.ndarray:
-    """Output tokens a second in each interval of ``width`` seconds from the start of the load on.
+    """Output tokens per second in each interval of ``width`` seconds since the start of the load.
 
-    A request's tokens are shared evenly among its chunks.
+    A request's tokens are divided evenly among its chunks.
     """
     moments = np.concatenate([np.asarray(s.chunks) for s in samples])
     shares = np.concatenate([np.full(len(s.chunks), s.output_tokens / len(s.chunks)) for s in samples])
@@ -48,13 +48,13 @@ def token_rate(samples: Sequence[Sample], width: float) -> np.ndarray:
 def compute_results(
     samples: Sequence[Sample], percentiles: Sequence[float], metrics: Sequence[str], goodput: Mapping[str, float]
 ) -> dict[str, Any]:
-    """The results by name. Throughput is over the time until the last request ended.
+    """Results by name. Throughput refers to the time until the end of the last request.
 
     Args:
-        samples: of all requests, at least one of which succeeded.
-        percentiles: of each metric, between 0 and 100.
-        metrics: latencies to report besides throughput, of ttft, tpot, itl and e2el.
-        goodput: milliseconds that a request may take by metric, to count in ``request_goodput``.
+        samples: samples of all requests, at least one of which succeeded.
+        percentiles: percentiles of each metric, 0 to 100.
+        metrics: latencies to report: ttft, tpot, itl, e2el.
+        goodput: maximum milliseconds by metric for requests that count in ``request_goodput``.
     """
     good = [sample for sample in samples if sample.outcome is Outcome.OK]
     outcomes = Counter(sample.outcome for sample in samples)
@@ -87,7 +87,7 @@ def compute_results(
 
 
 def _summary(metric: str, values: np.ndarray, percentiles: Sequence[float]) -> dict[str, float | None]:
-    """Statistics of a latency; None where no request has one."""
+    """Statistics of a latency; None if no request has it."""
     names = [f"mean_{metric}_ms", f"median_{metric}_ms", *(f"p{p:g}_{metric}_ms" for p in percentiles)]
     if not len(values):
         return dict.fromkeys(names)
@@ -96,7 +96,7 @@ def _summary(metric: str, values: np.ndarray, percentiles: Sequence[float]) -> d
 
 
 def table(results: Mapping[str, Any], percentiles: Sequence[float], metrics: Sequence[str]) -> str:
-    """The results as a table."""
+    """Format the results as a table."""
     lines = [f"{name:<20} {value}" for name, value in _overview(results)]
     heads = ["mean", "median", *(f"p{p:g}" for p in percentiles)]
     lines += ["", f"{'milliseconds':<20}" + "".join(f"{head:>11}" for head in heads)]
@@ -128,7 +128,7 @@ def _notes(results: Mapping[str, Any]) -> list[str]:
     """Warnings about the results."""
     notes = [f"{count:,} × {reason}" for reason, count in list(results["errors"].items())[:3]]
     if results["without_usage"]:
-        notes.append(f"{results['without_usage']:,} answers came without usage: their chunks were counted for tokens")
+        notes.append(f"{results['without_usage']:,} responses had no usage: each of their chunks counts as one token")
     if results["client_cpu"] > BUSY or results["p99_send_lag_ms"] > LATE:
-        notes.append("the client could not keep up: it sent late, or part of these times is its own")
+        notes.append("the client was a bottleneck: it sent requests late, or added to these latencies")
     return ["", *notes] if notes else []

@@ -1,4 +1,4 @@
-"""The measurements of one request."""
+"""Measurements of a request."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import msgspec
 
 
 class Outcome(StrEnum):
-    """The outcome of a request."""
+    """Outcome of a request."""
 
     OK = "ok"
-    REFUSED = "refused"  # 429 or 503: the server is full and says so
+    REFUSED = "refused"  # status 429 or 503: the server is full
     FAILED = "failed"
 
 
 class Sample(msgspec.Struct):
-    """The measurements of one request. Times are in seconds since the load began."""
+    """Measurements of a request. Times are in seconds since the start of the load."""
 
     input_tokens: int
     due: float = 0.0
-    """When it was to be sent: its arrival or, if later, the moment it had a slot."""
+    """Scheduled time of sending: the request's arrival, or when concurrency allows it."""
     sent: float = 0.0
     chunks: array[float] = msgspec.field(default_factory=lambda: array("d"))
-    """Times of the chunks with text; a chunk may hold several tokens."""
+    """Times of chunks with text; a chunk may have several tokens."""
     last: float = 0.0
     """Time of the end or the failure."""
     output_tokens: int = 0
     cached_tokens: int = 0
     counted: bool = False
-    """Whether the server reported token counts; otherwise each chunk counts as one."""
+    """True if the server reported token counts; otherwise each chunk counts as one token."""
     outcome: Outcome = Outcome.FAILED
     reason: str = ""
 
@@ -41,10 +41,10 @@ class Sample(msgspec.Struct):
 
     @property
     def tpot(self) -> float:
-        """Seconds for each further token; 0 where there is none."""
+        """Seconds per token after the first; 0 for a single token."""
         return (self.last - self.chunks[0]) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
     @property
     def e2el(self) -> float:
-        """Seconds from sending to the end of the answer."""
+        """Seconds from sending to the end of the response."""
         return self.last - self.sent

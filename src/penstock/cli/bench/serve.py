@@ -72,7 +72,7 @@ def _need(package: str) -> None:
 
 
 def _requests(options: ServeOptions) -> list[Request]:
-    """The requests in the order they arrive, each with its time."""
+    """Create the requests, in order of arrival."""
     from . import workload
 
     if _dataset(options) == "random":
@@ -101,12 +101,12 @@ def _requests(options: ServeOptions) -> list[Request]:
 def _dataset(options: ServeOptions) -> str:
     name = options.dataset_name or ("trace" if options.dataset_path else "random")
     if (name == "trace") != bool(options.dataset_path):
-        raise invalid("dataset_path", "is required for dataset_name trace, and not allowed for others")
+        raise invalid("dataset_path", "is required for dataset_name trace, and not allowed otherwise")
     return str(name)
 
 
 async def _load(options: ServeOptions, requests: list[Request]) -> tuple[str, list[Sample], float]:
-    """Warm up and send everything; returns the model's name, the samples and the share of a core that this took."""
+    """Warm up and send all requests; returns the model's name, the samples, and the client's use of a core (0 to 1)."""
     from tqdm import tqdm
 
     async with _client(options) as client:
@@ -134,20 +134,19 @@ def _client(options: ServeOptions) -> Client:
 
 
 async def _warm_up(client: Client, requests: list[Request], options: ServeOptions) -> None:
-    """Also checks that the server accepts such requests, before many of them are sent.
+    """Send warm-up requests, which also check that the server accepts such requests.
 
-    Raises:
-        PenstockError: with what the server said, if it takes none.
+    Raises ``PenstockError`` with the server's error if all of them fail.
     """
     from .workload import warmups
 
     samples = await client.send_all(warmups(requests, options.num_warmups), options.max_concurrency)
     if samples and not any(sample.outcome == "ok" for sample in samples):
-        raise PenstockError(Code.UNAVAILABLE, f"{client.url} did not answer the warm-up: {samples[0].reason}")
+        raise PenstockError(Code.UNAVAILABLE, f"{client.url}: the warm-up requests failed: {samples[0].reason}")
 
 
 def _conditions(options: ServeOptions, model: str, requests: list[Request]) -> dict[str, Any]:
-    """Description of the benchmark, for its results."""
+    """Parameters of the benchmark, for its results."""
     rate = options.request_rate or (None if options.dataset_path else math.inf)
     return {
         "bench": "serve",

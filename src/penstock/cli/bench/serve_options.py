@@ -1,4 +1,4 @@
-"""The options of ``penstock bench serve``, under the names that ``vllm bench serve`` gives them where it has them."""
+"""Options of ``penstock bench serve``, under the names of ``vllm bench serve`` where it has them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.core.errors import invalid
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
-"""Latency metrics of a single request, for which ``--goodput`` takes a limit."""
+"""Metrics of a request that ``--goodput`` can limit."""
 PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -21,68 +21,70 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of a load test."""
 
     base_url: str = "http://127.0.0.1:8000"
-    """Address of the server."""
+    """URL of the server."""
     endpoint: str = "/v1/completions"
-    """/v1/completions gets token ids, so that input lengths are exact; /v1/chat/completions gets common words, about a
-    token each, in the model's template."""
+    """Path of the API. /v1/completions gets token ids, so that input lengths are exact; /v1/chat/completions gets
+    common words of about one token each."""
     model: Annotated[str, option(empty="the first that the server lists")] = ""
-    """Name of the model, as the server calls it."""
+    """Name of the model on the server."""
     header: tuple[str, ...] = ()
-    """KEY=VALUE, sent with every request."""
+    """Headers of all requests, each as KEY=VALUE."""
     api_key: Annotated[str, option(empty="$OPENAI_API_KEY")] = ""
-    """The server's key."""
+    """API key of the server."""
     dataset_name: Literal["random", "trace"] | None = None
-    """Random prompts, or a trace's lengths, times and shared prefixes; trace if a path is given."""
+    """random prompts, or the lengths, arrival times and shared prefixes of a trace. Default: trace if dataset_path is
+    set, otherwise random."""
     dataset_path: str = ""
-    """The trace: JSONL like Mooncake's (timestamp, input_length, output_length, hash_ids; equal ids become equal blocks
-    of 512 tokens) or CSV like Azure's (TIMESTAMP,ContextTokens,GeneratedTokens)."""
+    """Trace file: JSONL as Mooncake's (timestamp, input_length, output_length, hash_ids; equal ids become equal blocks
+    of 512 tokens) or CSV as Azure's (TIMESTAMP,ContextTokens,GeneratedTokens)."""
     num_prompts: Annotated[int, option(ge=1)] = 100
-    """Number of requests; the trace's first, too."""
+    """Number of requests; of a trace, the first ones."""
     random_input_len: Annotated[int, option("tokens", ge=1)] = 128
     """Length of random prompts."""
     random_output_len: Annotated[int, option("tokens", ge=1)] = 64
-    """Length of their outputs."""
+    """Number of tokens to generate for random prompts."""
     random_prefix_len: Annotated[int, option("tokens", ge=0)] = 0
-    """Further tokens with which all prompts begin."""
+    """Length of a prefix that all random prompts share, in addition to random_input_len."""
     max_input_len: Annotated[int, option("tokens", ge=0)] = 0
-    """Clip the trace's prompts to this; 0 does not."""
+    """Maximum length to which prompts of a trace are clipped; 0: not clipped."""
     max_output_len: Annotated[int, option("tokens", ge=0)] = 0
-    """Clip the trace's outputs to this; 0 does not."""
+    """Maximum length to which outputs of a trace are clipped; 0: not clipped."""
     random_range_ratio: Annotated[float, option(ge=0, lt=1)] = 0.0
-    """Random lengths lie evenly between 1 - ratio and 1 + ratio times these."""
+    """Random lengths are uniform between 1 - ratio and 1 + ratio times random_input_len and random_output_len."""
     vocab_size: Annotated[int, option(ge=2)] = 3000
-    """Token ids in prompts are 1000 to below this."""
+    """Token ids in prompts are 1000 to vocab_size - 1."""
     ignore_eos: bool = False
-    """Generate the full length, where the server can."""
+    """Generate the full output length, if the server supports ignore_eos."""
     temperature: float = 0.0
-    """0 is greedy."""
+    """Sampling temperature; 0: greedy."""
     extra_body: str = "{}"
-    """More fields of each request, as JSON."""
+    """Additional fields of all requests, as JSON."""
     seed: Annotated[int, option(ge=0)] = 0
-    """Seed of lengths, texts and arrivals; take another to miss a prefix cache that has seen this one."""
+    """Seed of lengths, prompts and arrival times; change it to avoid hits in a prefix cache."""
     request_rate: Annotated[float, option(ge=0)] = 0.0
-    """Arrivals a second; inf sends as fast as --max-concurrency lets. 0 is inf, or the times of the trace."""
+    """Requests per second; inf: as fast as max_concurrency allows. 0: inf, or the times of the trace."""
     burstiness: Annotated[float, option(gt=0)] = 1.0
-    """Shape of the gamma-distributed gaps: 1 is Poisson, less comes in bursts, inf evenly."""
+    """Shape of the gamma-distributed gaps between requests: 1 is a Poisson process, less is burstier, inf is even."""
     max_concurrency: Annotated[int, option(ge=0)] = 0
-    """Requests at the same time; others wait here, which is in no latency. 0 is no limit."""
+    """Maximum number of concurrent requests; the client's waiting time is not part of latencies. 0: no limit."""
     trace_speedup: Annotated[float, option(gt=0)] = 1.0
-    """Play a trace this many times as fast."""
+    """Factor by which a trace is played faster."""
     num_warmups: Annotated[int, option(ge=0)] = 1
-    """Requests before, not measured."""
+    """Number of warm-up requests, which are not measured."""
     goodput: tuple[str, ...] = ()
-    """METRIC:MS. Count requests within all these milliseconds, as in ttft:500 tpot:50 e2el:2000."""
+    """Latency limits as METRIC:MILLISECONDS, such as ttft:500 tpot:50 e2el:2000; requests within all limits count as
+    goodput."""
     percentile_metrics: str = ",".join(METRICS)
-    """What to report."""
+    """Latency metrics to report."""
     metric_percentiles: str = "90,95,99"
-    """Percentiles besides mean and median."""
+    """Percentiles to report in addition to mean and median."""
     json: str = ""
-    """File to write the results to; - prints them in place of the table."""
+    """File for the results; -: print them as JSON instead of the table."""
     picture: str = ""
-    """File to draw latencies and the course of the load to (png, svg or pdf)."""
+    """File for a plot of latencies and load over time (png, svg or pdf)."""
 
     def check(self) -> None:
-        """Raises ``PenstockError`` (``invalid``) for lists that cannot be read, and files that cannot be written."""
+        """Raise ``PenstockError`` (``invalid``) for lists that cannot be parsed, and files that cannot be written."""
         for name, path in (("json", Path(self.json)), ("picture", Path(self.picture))):
             if str(path) not in (".", "-") and (path.is_dir() or not os.access(path.parent, os.W_OK)):
                 raise invalid(name, f"{path} cannot be written")
@@ -97,7 +99,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def body(self) -> dict[str, Any]:
-        """``extra_body`` by field."""
+        """Fields of ``extra_body``."""
         try:
             return msgspec.json.decode(self.extra_body, type=dict[str, Any])
         except msgspec.MsgspecError as error:
@@ -105,7 +107,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def limits(self) -> dict[str, float]:
-        """Milliseconds that a request may take, by metric."""
+        """Maximum milliseconds of a request by metric (``goodput``)."""
         pairs = dict(_pair("goodput", text, ":") for text in self.goodput)
         if unknown := pairs.keys() - set(GOODPUT_METRICS):
             raise invalid("goodput", f"{min(unknown)} is not one of {', '.join(GOODPUT_METRICS)}")
@@ -113,7 +115,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def metrics(self) -> list[str]:
-        """Latencies to report."""
+        """Latency metrics to report."""
         given = self.percentile_metrics.split(",")
         if unknown := set(given) - set(METRICS):
             raise invalid("percentile_metrics", f"{min(unknown)} is not one of {', '.join(METRICS)}")
@@ -131,7 +133,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 def _pair(name: str, text: str, mark: str) -> tuple[str, str]:
     key, separator, value = text.partition(mark)
     if not separator:
-        raise invalid(name, f"{text} has no {mark}")
+        raise invalid(name, f"{text!r} must contain {mark!r}")
     return key, value
 
 

@@ -1,6 +1,6 @@
-"""Reading the server-sent events of an OpenAI-compatible server with little decoding.
+"""Parser of the server-sent events of an OpenAI-compatible server.
 
-The client may share its cores with the server it measures, so it decodes no more than it needs.
+It decodes only the fields that it needs, as the client may share its cores with the server that it measures.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ DONE = b"[DONE]"
 
 
 class Delta(msgspec.Struct):
-    """The delta of a chat's chunk; reasoning counts as text under either of its names."""
+    """Delta of a chat chunk. Servers use either of the two names for reasoning."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -22,7 +22,7 @@ class Delta(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    """A completion's piece of ``text``, or a chat's ``delta``."""
+    """Choice of a chunk: ``text`` of a completion, or ``delta`` of a chat."""
 
     text: str | None = None
     delta: Delta | None = None
@@ -30,7 +30,7 @@ class Choice(msgspec.Struct):
 
     @property
     def has_text(self) -> bool:
-        """Whether the chunk has text; a chat's first chunk often has a role alone."""
+        """True if the chunk has text, reasoning or tool calls; the first chunk of a chat often has only a role."""
         delta = self.delta
         return bool(
             self.text or (delta and (delta.content or delta.reasoning_content or delta.reasoning or delta.tool_calls))
@@ -44,7 +44,7 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """The server's own count of tokens."""
+    """Token counts of the server."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -52,7 +52,7 @@ class Usage(msgspec.Struct):
 
 
 class Chunk(msgspec.Struct):
-    """An event's payload; the last one of a stream may have ``usage`` alone."""
+    """Payload of an event; the last one of a stream may have only ``usage``."""
 
     choices: list[Choice] = []
     usage: Usage | None = None
@@ -66,7 +66,7 @@ class EventReader:
         self._rest = b""
 
     def feed(self, received: bytes) -> list[bytes]:
-        """Payloads that are complete now, ``[DONE]`` among them."""
+        """Add received bytes; returns the payloads completed by them, including ``[DONE]``."""
         *lines, self._rest = (self._rest + received).split(b"\n")
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
@@ -75,7 +75,7 @@ decode_chunk = msgspec.json.Decoder(Chunk).decode
 
 
 def error_message(body: bytes) -> str:
-    """The message of an error body in OpenAI's, vLLM's older or FastAPI's format, or the body itself."""
+    """Message of an error body in the format of OpenAI, older vLLM or FastAPI; otherwise the body."""
     try:
         error: Any = msgspec.json.decode(body)
         for name in ("error", "message", "detail"):

@@ -1,4 +1,4 @@
-"""``penstock bench startup``: from the command to the first token, on a port of this machine."""
+"""``penstock bench startup``: time from starting a server on this machine to its first token."""
 
 from __future__ import annotations
 
@@ -25,21 +25,23 @@ from ..screen import print_json
 from .sse import DONE, EventReader, decode_chunk, error_message
 
 HOST = "127.0.0.1"
-PAUSE = 0.01  # seconds between two attempts to connect
-KNOCK_TIMEOUT = 5.0  # seconds
-STOP_TIMEOUT = 60.0  # seconds from SIGTERM to the end, with nothing running
+POLL_INTERVAL = 0.01  # seconds between two attempts to connect
+POLL_TIMEOUT = 5.0  # timeout of an attempt in seconds
+STOP_TIMEOUT = 60.0  # seconds from SIGTERM to exit, without open requests
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--num-iters", type=int, default=3, metavar="N", help="starts, the first cold (default: 3)")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument(
+        "--num-iters", type=int, default=3, metavar="N", help="number of starts, reported apart from the first (3)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
     add_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Start servers one after another and print their times."""
     if args.num_iters < 1:
-        raise invalid("num_iters", "must be at least 1", 1)
+        raise invalid("num_iters", f"must be at least 1, is {args.num_iters}", 1)
     flags = _flags(args)
     starts = [_start(flags) for _ in range(args.num_iters)]
     first, *others = starts
@@ -55,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _flags(args: argparse.Namespace) -> list[str]:
-    """The given options as flags."""
+    """Options set on the command line, as flags."""
     flags = ["--config", args.config] if args.config else []
     for name, setting in settings().items():
         if not hasattr(args, name):
@@ -69,7 +71,7 @@ def _flags(args: argparse.Namespace) -> list[str]:
 
 
 def _start(flags: list[str]) -> dict[str, float]:
-    """Seconds from the command until the port answers, the engine is ready, and the first token arrives."""
+    """Seconds from starting a server until the port responds, the engine is ready, and the first token arrives."""
     started = time.perf_counter()
     with tempfile.TemporaryFile() as log, Server(flags, log) as server:
         moments = {
@@ -81,10 +83,9 @@ def _start(flags: list[str]) -> dict[str, float]:
 
 
 class Server:
-    """A server process, which is ended with SIGTERM on exit.
+    """A server process, stopped with SIGTERM on exit.
 
-    Raises:
-        PenstockError: it ended too early, answers with an error, or does not end as it should.
+    Methods raise ``PenstockError`` if the server exits too early, returns an error, or does not stop correctly.
     """
 
     def __init__(self, flags: list[str], log: IO[bytes]) -> None:
@@ -108,25 +109,25 @@ class Server:
         except subprocess.TimeoutExpired as error:
             self._process.kill()
             self._process.wait()
-            raise self._failure(f"still ran {STOP_TIMEOUT:g} s after SIGTERM") from error
+            raise self._failure(f"was still running {STOP_TIMEOUT:g} s after SIGTERM") from error
         if status:
-            raise self._failure(f"ended with status {status} after SIGTERM")
+            raise self._failure(f"exited with status {status} after SIGTERM")
 
     def wait_for(self, *statuses: int) -> float:
-        """Poll ``/ready`` until it has one of these statuses; returns the time."""
+        """Poll ``/ready`` until it returns one of the statuses; returns the time."""
         while self._process.poll() is None:
             try:
-                with closing(self._connect(KNOCK_TIMEOUT)) as connection:
+                with closing(self._connect(POLL_TIMEOUT)) as connection:
                     connection.request("GET", "/ready")
                     if connection.getresponse().status in statuses:
                         return time.perf_counter()
             except (OSError, http.client.HTTPException):
                 pass  # not listening yet
-            time.sleep(PAUSE)
-        raise self._failure(f"ended with status {self._process.returncode} before it was ready")
+            time.sleep(POLL_INTERVAL)
+        raise self._failure(f"exited with status {self._process.returncode} before it was ready")
 
     def request_token(self) -> float:
-        """Request one token; returns the time at which it came."""
+        """Request one token; returns the time of its arrival."""
         with closing(self._connect(None)) as connection:
             connection.request("GET", "/v1/models")
             models = self._checked(connection.getresponse()).read()
@@ -137,19 +138,19 @@ class Server:
             while received := response.read1(1 << 16):
                 if any(payload != DONE and decode_chunk(payload).choices for payload in reader.feed(received)):
                     return time.perf_counter()
-        raise self._failure("answered without a token")
+        raise self._failure("returned no token")
 
     def _checked(self, response: http.client.HTTPResponse) -> http.client.HTTPResponse:
         if response.status != 200:
-            raise self._failure(f"answered {response.status} {error_message(response.read())}")
+            raise self._failure(f"returned status {response.status}: {error_message(response.read())}")
         return response
 
     def _connect(self, timeout: float | None) -> http.client.HTTPConnection:
         return http.client.HTTPConnection(HOST, self.port, timeout=timeout)
 
-    def _failure(self, what: str) -> PenstockError:
-        """The error with the last line of the server's log."""
+    def _failure(self, problem: str) -> PenstockError:
+        """Create an error with the last line of the server's log."""
         self._log.seek(0)
         output = self._log.read().decode(errors="replace").strip()
-        why = f": {output.splitlines()[-1]}" if output else ""
-        return PenstockError(Code.UNAVAILABLE, f"the server {what}{why}")
+        last_line = f": {output.splitlines()[-1]}" if output else ""
+        return PenstockError(Code.UNAVAILABLE, f"the server {problem}{last_line}")

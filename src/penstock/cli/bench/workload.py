@@ -1,4 +1,4 @@
-"""Workloads: which requests are sent, and when. Lengths are in tokens, times in seconds after the load begins."""
+"""Workloads: requests and their arrival times. Lengths are in tokens, times in seconds since the start of the load."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ import numpy as np
 
 from penstock.core.errors import invalid
 
-from .prompts import Piece
+from .prompts import Part
 
-BLOCK = 512  # tokens that a hash id of Mooncake's traces stands for
-WARMUPS = 1 << 40  # warm-up prompts are named from here on, so that no measured one begins like them
+BLOCK = 512  # tokens per hash id in Mooncake's traces
+WARMUPS = 1 << 40  # first part name of warm-up prompts, so that they share no prefix with measured prompts
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A prompt to be made of these pieces, how many tokens to ask for, and when to send it (0: as soon as may be)."""
+    """A request: the parts of its prompt, the number of tokens to generate, and its arrival time."""
 
-    pieces: tuple[Piece, ...]
+    parts: tuple[Part, ...]
     output_len: int
     at: float = 0.0
 
     @property
     def input_len(self) -> int:
-        return sum(length for _, length in self.pieces)
+        return sum(length for _, length in self.parts)
 
 
 def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """When requests arrive that come at ``rate`` a second with gamma-distributed gaps.
+    """Arrival times of requests at ``rate`` per second with gamma-distributed gaps.
 
-    Burstiness is the gaps' shape: 1 is a Poisson process, less comes in bursts, inf is a metronome. As in vLLM, the
-    draw is scaled so that the last of them arrives at ``count / rate`` exactly: seeds differ in the pattern alone.
+    Burstiness is the shape of the gamma distribution: 1 is a Poisson process, less is burstier, inf is even. As in
+    vLLM, times are scaled so that the last request arrives at ``count / rate``, whatever the seed.
     """
     if math.isinf(rate):
         return [0.0] * count
@@ -50,13 +50,13 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[floa
 def random_requests(
     count: int, input_len: int, output_len: int, *, range_ratio: float = 0.0, prefix_len: int = 0, seed: int = 0
 ) -> list[Request]:
-    """Requests of these lengths, or of lengths even between ``1 - range_ratio`` and ``1 + range_ratio`` times them.
+    """Requests with random prompts, and lengths uniform in ``1 ± range_ratio`` times the given ones.
 
-    All prompts begin with the same ``prefix_len`` tokens, which come on top of ``input_len``.
+    All prompts begin with the same ``prefix_len`` tokens, in addition to ``input_len``.
     """
     rng = np.random.default_rng(seed)
     inputs, outputs = (_random_lengths(rng, length, range_ratio, count) for length in (input_len, output_len))
-    prefix: tuple[Piece, ...] = ((0, prefix_len),) if prefix_len else ()
+    prefix: tuple[Part, ...] = ((0, prefix_len),) if prefix_len else ()
     return [
         Request((*prefix, (name, num_input)), num_output)
         for name, (num_input, num_output) in enumerate(zip(inputs, outputs, strict=True), start=1)
@@ -72,13 +72,15 @@ def _random_lengths(rng: np.random.Generator, length: int, ratio: float, count: 
 def read_trace(
     path: Path, count: int, *, speedup: float = 1.0, max_input_len: int = 0, max_output_len: int = 0
 ) -> list[Request]:
-    """The first rows of a Mooncake JSONL or Azure CSV trace, ``speedup`` times as fast as they came.
+    """Read the first ``count`` requests of a Mooncake JSONL or Azure CSV trace.
 
-    Equal ``hash_ids`` become equal text, so a server's prefix cache finds what it found then. Prompts and outputs are
-    clipped to the maxima where these are not 0.
+    Equal ``hash_ids`` become equal text, which reproduces the prefix cache hits of the trace.
 
-    Raises:
-        PenstockError: the file cannot be read, or is neither kind of trace.
+    Args:
+        speedup: factor that divides arrival times.
+        max_input_len, max_output_len: maximum lengths to which requests are clipped; 0: not clipped.
+
+    Raises ``PenstockError`` if the file cannot be read, or has another format.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -93,7 +95,7 @@ def read_trace(
     started = rows[0].at
     return [
         Request(
-            _truncate(row.pieces, max_input_len or row.input_len),
+            _truncate(row.parts, max_input_len or row.input_len),
             min(row.output_len, max_output_len or row.output_len),
             (row.at - started) / speedup,
         )
@@ -112,8 +114,8 @@ def _mooncake(lines: Iterable[str]) -> Iterator[Request]:
     decoder = msgspec.json.Decoder(_MooncakeRow)
     for line in lines:
         row = decoder.decode(line)
-        pieces = _truncate([(name, BLOCK) for name in row.hash_ids], row.input_length)
-        yield Request(pieces, max(row.output_length, 1), row.timestamp / 1000)
+        parts = _truncate([(name, BLOCK) for name in row.hash_ids], row.input_length)
+        yield Request(parts, max(row.output_length, 1), row.timestamp / 1000)
 
 
 def _azure(lines: Iterable[str]) -> Iterator[Request]:
@@ -122,10 +124,10 @@ def _azure(lines: Iterable[str]) -> Iterator[Request]:
         yield Request(((name, int(row["ContextTokens"])),), max(int(row["GeneratedTokens"]), 1), at)
 
 
-def _truncate(pieces: Iterable[Piece], length: int) -> tuple[Piece, ...]:
-    """As many of the pieces as make up ``length`` tokens, the last one cut."""
-    kept: list[Piece] = []
-    for name, tokens in pieces:
+def _truncate(parts: Iterable[Part], length: int) -> tuple[Part, ...]:
+    """Truncate parts to ``length`` tokens in total."""
+    kept: list[Part] = []
+    for name, tokens in parts:
         if length <= 0:
             break
         kept.append((name, min(tokens, length)))
@@ -134,6 +136,6 @@ def _truncate(pieces: Iterable[Piece], length: int) -> tuple[Piece, ...]:
 
 
 def warmups(requests: list[Request], count: int) -> list[Request]:
-    """Requests of the same lengths whose prompts no other request shares."""
+    """Warm-up requests with the same lengths, whose prompts share no prefix with others."""
     shapes = itertools.islice(itertools.cycle(requests), count)
     return [Request(((WARMUPS + i, shape.input_len),), shape.output_len) for i, shape in enumerate(shapes)]

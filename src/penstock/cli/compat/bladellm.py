@@ -22,7 +22,7 @@ from penstock.checkpoint.stored_format import QUANT_METHOD, quantization_config_
 from penstock.core import Code, PenstockError
 from penstock.core.errors import invalid
 
-from ..build_folder import build, described, engine_options
+from ..build_folder import build, describe, engine_options
 from ..parser import Parser, exit_status
 from ..quantize import write_quantized
 
@@ -123,7 +123,7 @@ def _split(args: argparse.Namespace) -> None:
 
     options = {"model": str(resolve(args.model)), "tensor_parallel_size": args.tensor_parallel_size}
     built = build(engine_options(options, "the command"), args.output_dir)
-    print(f"{args.output_dir}: {described(built)}")
+    print(f"{args.output_dir}: {describe(built)}")
 
 
 def _link_checkpoint(args: argparse.Namespace, quantization: str) -> None:

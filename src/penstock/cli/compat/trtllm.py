@@ -20,7 +20,7 @@ from penstock.config.settings import did_you_mean
 from penstock.core.errors import invalid
 
 from ..build_folder import build as build_folder
-from ..build_folder import described, engine_options
+from ..build_folder import describe, engine_options
 from ..parser import exit_status
 from ..quantize import write_quantized
 from . import engine_folder
@@ -222,7 +222,7 @@ def _build(args: argparse.Namespace) -> str:
     recorded = {name: value for name, value in settings.items() if name in RECORDED and value != "auto"}
     options = engine_options(settings, "the command or its checkpoint_dir")
     built = build_folder(options, args.output_dir, recorded=recorded, notes=notes, workers=args.workers)
-    return f"{args.output_dir} is an engine_dir: {described(built)}"
+    return f"{args.output_dir} is an engine_dir: {describe(built)}"
 
 
 def _check_at_least_one(name: str, value: int) -> None:

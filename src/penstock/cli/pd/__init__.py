@@ -1,4 +1,4 @@
-"""``penstock pd``: separate prefill and decode instances behind a router, on this machine; ``penstock pd status``."""
+"""``penstock pd``: start prefill and decode instances with a router on this machine; ``penstock pd status``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from ..flags import TITLES, add_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    about = "status: show the instances of a running router. Without it, start instances and a router"
+    about = "status: show the instances of a running router (default: start instances and a router)"
     parser.add_argument("action", nargs="?", choices=("status",), help=about)
     parser.add_argument("--prefill", type=int, default=1, metavar="N", help="number of prefill instances (default: 1)")
     parser.add_argument("--decode", type=int, default=1, metavar="N", help="number of decode instances (default: 1)")
     group = parser.add_argument_group("with status")
-    group.add_argument("--url", default="http://127.0.0.1:8000", help="of the router (default: http://127.0.0.1:8000)")
-    group.add_argument("--once", action="store_true", help="print once, and end")
+    group.add_argument(
+        "--url", default="http://127.0.0.1:8000", help="address of the router (default: http://127.0.0.1:8000)"
+    )
+    group.add_argument("--once", action="store_true", help="print the table once, and exit")
     add_options(parser, tuple(TITLES))
 
 

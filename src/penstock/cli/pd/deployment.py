@@ -1,4 +1,4 @@
-"""Starts prefill instances, decode instances and their router on this machine, each a ``penstock serve``."""
+"""Start prefill and decode instances and their router on this machine, each with ``penstock serve``."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from ..flags import configure
 from .status import instances, table
 
 POLL_INTERVAL = 0.2
-"""Seconds between two looks at the processes."""
+"""Seconds between two checks of the processes."""
 START_TIMEOUT = 600.0
-"""Seconds in which all have to serve."""
+"""Seconds within which all processes must be ready."""
 OWN = (
     "role",
     "host",
@@ -44,7 +44,7 @@ OWN = (
     "decode_instances",
     "cpu_binding",
 )
-"""Options that are not the same for all."""
+"""Options that differ between the processes."""
 KV_CACHE_SIZES = (
     "num_gpu_blocks_override",
     "kv_cache_memory_bytes",
@@ -56,10 +56,10 @@ KV_CACHE_SIZES = (
 
 
 class _Process:
-    """One ``penstock serve``, whose log lines are printed with its name before them.
+    """A ``penstock serve`` process, whose log lines are printed with its name in front.
 
     Args:
-        cores: that it may use.
+        cores: cores that it may use.
     """
 
     def __init__(self, name: str, arguments: Sequence[str], cores: set[int]) -> None:
@@ -82,7 +82,7 @@ class _Process:
             print(f"{self.name}: {line.decode(errors='replace').rstrip()}", file=sys.stderr, flush=True)
 
     def end(self) -> int:
-        """Let it finish its requests; returns its exit status."""
+        """Stop the process after its open requests; returns its exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         status = self.process.wait()
@@ -91,17 +91,17 @@ class _Process:
 
 
 def start(args: argparse.Namespace) -> int:
-    """Run a deployment until Ctrl-C or SIGTERM; returns 0 then, and 1 where a process has ended by itself.
+    """Run a deployment until Ctrl-C or SIGTERM (returns 0), or until one of its processes exits (returns 1).
 
-    Raises ``PenstockError`` (``invalid``) for wrong options.
+    Raises ``PenstockError`` (``invalid``) for invalid options.
     """
     resolved = configure(args)
     for name in ("prefill", "decode"):
-        if getattr(args, name) < 1:
-            raise invalid(name, "must be 1 or more")
+        if (count := getattr(args, name)) < 1:
+            raise invalid(name, f"must be at least 1, is {count}", 1)
     for name in OWN:
         if name not in ("host", "port") and resolved.sources[name] != "default":
-            raise invalid(name, "is set by penstock pd; start instances with penstock serve to choose it")
+            raise invalid(name, "is set by penstock pd; use penstock serve to start instances with other values")
     signal.signal(signal.SIGTERM, lambda signum, frame: signal.raise_signal(signal.SIGINT))
     with TemporaryFolder("pd-") as folder:
         file = folder.path / "options.yaml"
@@ -115,7 +115,7 @@ def start(args: argparse.Namespace) -> int:
         finally:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             try:
-                for process in processes:  # the router first, whose requests end before the instances do
+                for process in processes:  # the router first, so that its requests finish before instances stop
                     process.end()
             except KeyboardInterrupt:
                 for process in processes:
@@ -130,10 +130,10 @@ def _run(
     decode: int,
     share_memory: bool,
 ) -> int:
-    """Start all, tell what runs where, and wait until one ends.
+    """Start all processes, print them, and wait until one exits.
 
     Args:
-        share_memory: divide the memory that a KV cache on the host takes by default among the instances.
+        share_memory: divide the default size of a KV cache on the host among the instances.
     """
     server = configuration.server
     host = "127.0.0.1" if server.host in ANY_ADDRESS else server.host
@@ -159,12 +159,12 @@ def _run(
     print(f"requests: http://{router}/v1    instances: penstock pd status --url http://{router}", flush=True)
     while (ended := _ended(processes)) is None:
         time.sleep(POLL_INTERVAL)
-    print(f"penstock pd: {ended.name} has ended with status {ended.process.returncode}", file=sys.stderr)
+    print(f"penstock pd: {ended.name} exited with status {ended.process.returncode}", file=sys.stderr)
     return 1
 
 
 def _all_serve(processes: Sequence[_Process], url: str, api_key: str) -> bool:
-    """Wait until all instances have joined the router; returns False where a process has ended before."""
+    """Wait until all instances have joined the router; returns False if a process exits, or on timeout."""
     deadline = time.monotonic() + START_TIMEOUT
     while time.monotonic() < deadline:
         if ended := _ended(processes):
@@ -174,10 +174,10 @@ def _all_serve(processes: Sequence[_Process], url: str, api_key: str) -> bool:
             ready = [one for one in instances(url, api_key) if one["state"] == "ready"]
             if len(ready) >= len(processes) - 1:
                 return True
-        except PenstockError:  # the router starts
+        except PenstockError:  # the router is starting
             pass
         time.sleep(POLL_INTERVAL)
-    print(f"penstock pd: not all instances have joined the router within {START_TIMEOUT:.0f} seconds", file=sys.stderr)
+    print(f"penstock pd: not all instances joined the router within {START_TIMEOUT:.0f} seconds", file=sys.stderr)
     return False
 
 
@@ -186,7 +186,7 @@ def _ended(processes: Sequence[_Process]) -> _Process | None:
 
 
 def _given(configuration: Configuration) -> dict[str, object]:
-    """The options that differ from their defaults, by name, but for those of a single process."""
+    """Options that differ from their defaults, by name, without those of ``OWN``."""
     sections = msgspec.to_builtins(configuration)
     return {
         name: value

@@ -1,4 +1,4 @@
-"""``penstock pd status``: the instances of a router, as a table."""
+"""``penstock pd status``: show the instances of a router as a table."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import httpx2
 from penstock.core import Code, PenstockError
 
 INTERVAL = 1.0
-"""Seconds between two tables."""
+"""Seconds between two updates."""
 CLEAR = "\x1b[H\x1b[2J"
-"""Clears a terminal."""
+"""Escape sequence that clears the terminal."""
 COLUMNS = (
     "role",
     "address",
@@ -30,9 +30,9 @@ COLUMNS = (
 
 
 def show(url: str, api_key: str, once: bool) -> int:
-    """Print the table again and again, until Ctrl-C; once with ``once``, or where the output is no terminal.
+    """Print the table repeatedly until Ctrl-C; only once with ``once``, or if the output is not a terminal.
 
-    Raises ``PenstockError`` where there is no router.
+    Raises ``PenstockError`` if there is no router.
     """
     base = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
     while True:
@@ -45,7 +45,7 @@ def show(url: str, api_key: str, once: bool) -> int:
 
 
 def instances(base: str, api_key: str = "") -> list[dict[str, Any]]:
-    """What a router tells of its instances. Raises ``PenstockError`` where it does not answer, or is none."""
+    """Request a router's list of instances. Raises ``PenstockError`` if there is no router."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         response = httpx2.get(f"{base}/penstock/instances", headers=headers, timeout=10.0)
@@ -72,7 +72,7 @@ def _row(instance: dict[str, Any]) -> list[str]:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Lines of aligned columns, with a header."""
+    """Format rows as aligned columns with a header."""
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (columns, *rows)]
     return "\n".join(line.rstrip() for line in [lines[0], "  ".join("-" * width for width in widths), *lines[1:]])

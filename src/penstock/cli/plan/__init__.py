@@ -1,4 +1,4 @@
-"""``penstock plan``: memory planning. Loads no torch."""
+"""``penstock plan``: memory and expert planning. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from importlib import import_module
 from ..parser import add_kinds
 
 KINDS = {
-    "memory": ("memory", "tell what weights and KV cache take, and what the cache is then good for"),
-    "block-bs": ("block_bs", "compare PaddleNLP's recommended BLOCK_BS with the sums"),
-    "experts": ("experts", "plan from their load which experts to replicate, and which rank has which"),
+    "memory": ("memory", "compute the memory of weights and KV cache, and recommend settings"),
+    "block-bs": ("block_bs", "compare PaddleNLP's recommended BLOCK_BS with computed values"),
+    "experts": ("experts", "plan the replication and placement of experts from their load"),
 }
 
 

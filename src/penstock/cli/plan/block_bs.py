@@ -1,4 +1,4 @@
-"""``penstock plan block-bs``: PaddleNLP's recommended ``BLOCK_BS`` beside the computed one."""
+"""``penstock plan block-bs``: compare PaddleNLP's recommended ``BLOCK_BS`` with computed values."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(rows)
         return 0
-    print(f"{'model':<40} {'GPUs':>4} {'weights':>9} {'sequence':>9} {'PaddleNLP':>9} {'sums':>5}")
+    print(f"{'model':<40} {'GPUs':>4} {'weights':>9} {'sequence':>9} {'PaddleNLP':>9} {'computed':>8}")
     for row in ROWS:
-        numbers = f"{row.weights / 1e9:>6.1f} GB {row.sequence / 1e9:>6.3f} GB {row.recommended:>9} {row.computed:>5}"
-        agrees = "" if row.computed == row.recommended else f"  {row.recommended - row.computed:+d}"
-        print(f"{row.name:<40} {row.nodes * GPUS:>4} {numbers}{agrees}")
-    print(f"On each GPU of 80 GiB; a sequence has {LENGTH} tokens; {RESERVE / 1e9:g} GB are left free, which")
-    print("makes the first row agree. Where a difference is shown, the sums do not explain the document's number.")
+        numbers = f"{row.weights / 1e9:>6.1f} GB {row.sequence / 1e9:>6.3f} GB {row.recommended:>9} {row.computed:>8}"
+        difference = "" if row.computed == row.recommended else f"  {row.recommended - row.computed:+d}"
+        print(f"{row.name:<40} {row.nodes * GPUS:>4} {numbers}{difference}")
+    print(f"Per GPU with 80 GiB; a sequence has {LENGTH} tokens; {RESERVE / 1e9:g} GB stay free, fitted to the first")
+    print("row. Rows with a difference (last column) are not explained by the computation.")
     return 0

@@ -1,4 +1,4 @@
-"""``penstock plan experts``: which experts to replicate, and which rank has which, from how many tokens they got."""
+"""``penstock plan experts``: plan the replication and placement of experts from the tokens routed to them."""
 
 from __future__ import annotations
 
@@ -21,28 +21,32 @@ from penstock.core.expert_placement import (
 )
 
 BAR = 24
-"""Characters of the longest bar."""
+"""Width of the longest bar in characters."""
 EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("load", metavar="LOAD", help="file with the answer of GET /expert_load")
+    parser.add_argument("load", metavar="LOAD", help="file with the response of GET /expert_load")
     parser.add_argument(
-        "--expert-parallel-size", type=int, required=True, metavar="RANKS", help="ranks that have whole experts"
+        "--expert-parallel-size", type=int, required=True, metavar="RANKS", help="number of expert-parallel ranks"
     )
     parser.add_argument(
-        "--num-redundant-experts", type=int, default=0, metavar="N", help="replicas of experts in each layer (0)"
+        "--num-redundant-experts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="number of additional expert replicas in each layer (default: 0)",
     )
-    parser.add_argument("--output", metavar="FILE", help="write the placement, for --expert-placement")
+    parser.add_argument("--output", metavar="FILE", help="write the placement to a file for --expert-placement")
     parser.add_argument("--json", action="store_true", help="print as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     ranks, redundant = args.expert_parallel_size, args.num_redundant_experts
     if ranks < 1:
-        raise invalid("expert_parallel_size", "must be at least 1", 1)
+        raise invalid("expert_parallel_size", f"must be at least 1, is {ranks}", 1)
     if redundant < 0:
-        raise invalid("num_redundant_experts", "must not be negative", 0)
+        raise invalid("num_redundant_experts", f"must be at least 0, is {redundant}", 0)
     report = read_load(args.load)
     placement = plan(report, ranks, redundant)
     if args.output:
@@ -55,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     worst = min(rows, key=lambda row: row["balance_before"])
     _print_bars(worst)
     if args.output:
-        print(f"\nWritten to {args.output}; serve it with")
+        print(f"\nWritten to {args.output}; to use it, run")
         options = f"--enable-expert-parallel --tensor-parallel-size {ranks} --expert-placement {args.output}"
         print(f"  penstock serve --model MODEL {options}")
     return 0
@@ -69,7 +73,7 @@ def _write(path: Path, placement: ExpertPlacement) -> None:
 
 
 def _row(report: ExpertLoadReport, placement: ExpertPlacement, layer: int, ranks: int) -> dict[str, Any]:
-    """Facts of a layer, by name."""
+    """Results for a layer, by name."""
     load, placed = report.layers[layer], placement.layers[layer]
     before, after = rank_loads(load, contiguous_placement(len(load), ranks)), rank_loads(load, placed)
     busiest = max(range(len(load)), key=load.__getitem__)
@@ -88,8 +92,8 @@ def _row(report: ExpertLoadReport, placement: ExpertPlacement, layer: int, ranks
 
 
 def _print_table(rows: list[dict[str, Any]], ranks: int, redundant: int) -> None:
-    words = f", {redundant} redundant experts a layer" if redundant else ""
-    print(f"Balance of {ranks} ranks, mean over maximum of their tokens{words}")
+    replicas = f", with {redundant} redundant experts per layer" if redundant else ""
+    print(f"Balance of {ranks} ranks (mean over maximum of their tokens){replicas}")
     print(f"{'layer':>5} {'tokens':>12} {'busiest expert':>20} {'contiguous':>11} {'planned':>8}  replicated")
     for row in rows:
         busiest = f"{row['busiest_expert']} ({row['busiest_expert_of_mean']:.1f} x mean)"
@@ -100,7 +104,7 @@ def _print_table(rows: list[dict[str, Any]], ranks: int, redundant: int) -> None
 
 
 def _replicated(row: dict[str, Any], most: int = 8) -> str:
-    """The experts that have replicas, those with the most first."""
+    """Replicated experts, in descending order of replicas."""
     replicas = sorted(row["replicas"].items(), key=lambda item: -item[1])
     named = [f"{expert} x {count}" for expert, count in replicas[:most]]
     return ", ".join(named) + (f" and {len(replicas) - most} more" if replicas[most:] else "")
@@ -109,7 +113,7 @@ def _replicated(row: dict[str, Any], most: int = 8) -> str:
 def _print_bars(row: dict[str, Any]) -> None:
     before, after = row["ranks_before"], row["ranks_after"]
     most = max(*before, *after, 1)
-    print(f"\nLayer {row['layer']}, the least even one: tokens of each rank")
+    print(f"\nLayer {row['layer']}, the least balanced one: tokens of each rank")
     print(f"{'rank':>5}  {'contiguous':<{BAR + 12}}  planned")
     for rank, pair in enumerate(zip(before, after, strict=True)):
         left, right = (f"{_bar(count / most)} {count:>11,}" for count in pair)
@@ -117,6 +121,6 @@ def _print_bars(row: dict[str, Any]) -> None:
 
 
 def _bar(share: float) -> str:
-    """A bar, filled up with blanks to ``BAR`` characters."""
+    """A bar, padded with spaces to ``BAR`` characters."""
     eighths = round(share * BAR * 8)
     return ("█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()).ljust(BAR)

@@ -1,4 +1,4 @@
-"""``penstock plan memory``: memory of one model on one device."""
+"""``penstock plan memory``: memory of a model on one device."""
 
 from __future__ import annotations
 
@@ -31,17 +31,28 @@ GB, GIB = 1e9, 2**30
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print as JSON, in bytes, tokens and blocks")
-    group = parser.add_argument_group("what to plan for")
-    group.add_argument("--input-len", type=float, default=768, metavar="TOKENS", help="of a prompt on average (768)")
-    group.add_argument("--output-len", type=float, default=256, metavar="TOKENS", help="of an answer on average (256)")
+    group = parser.add_argument_group("workload and device")
     group.add_argument(
-        "--extend-ratio", type=float, default=1.0, help="PaddleNLP's EXTEND_RATIO: 1.1 to 1.3 where prompts differ much"
+        "--input-len", type=float, default=768, metavar="TOKENS", help="average length of prompts (default: 768)"
     )
     group.add_argument(
-        "--gpu-memory", type=float, metavar="GIB", help="of one GPU; without it, the memory that is free here"
+        "--output-len", type=float, default=256, metavar="TOKENS", help="average length of outputs (default: 256)"
     )
     group.add_argument(
-        "--activation-memory", type=float, default=0.0, metavar="GIB", help="to keep free besides for activations (0)"
+        "--extend-ratio",
+        type=float,
+        default=1.0,
+        help="EXTEND_RATIO of PaddleNLP: 1.1 to 1.3 if the lengths of prompts vary a lot (default: 1)",
+    )
+    group.add_argument(
+        "--gpu-memory", type=float, metavar="GIB", help="memory of a GPU (default: free memory of this machine)"
+    )
+    group.add_argument(
+        "--activation-memory",
+        type=float,
+        default=0.0,
+        metavar="GIB",
+        help="memory reserved for activations (default: 0)",
     )
     add_options(parser)
 
@@ -49,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     for name in ("input_len", "output_len", "extend_ratio"):
         if not getattr(args, name) > 0:
-            raise invalid(name, "must be above 0", 0)
+            raise invalid(name, f"must be above 0, is {getattr(args, name):g}", 0)
     result = plan(args, configure(args).configuration)
     if args.json:
         print_json(result)
@@ -59,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def plan(args: argparse.Namespace, configuration: Configuration) -> dict[str, Any]:
-    """Facts by name. Raises ``PenstockError`` where there is no such model, or no room for its cache."""
+    """Results by name. Raises ``PenstockError`` if the model cannot be read, or no KV block fits."""
     from penstock.engine.draft_folder import draft_size
     from penstock.frontend.downloads import Selection
     from penstock.frontend.hub import resolve_draft, resolve_source
@@ -119,7 +130,7 @@ def plan(args: argparse.Namespace, configuration: Configuration) -> dict[str, An
 
 
 def _room(args: argparse.Namespace, options: EngineOptions, weights: int) -> int:
-    """Bytes for the KV cache, as the engine will compute them after loading the weights."""
+    """Bytes for the KV cache, as the engine computes them after loading the weights."""
     if options.kv_cache_memory_bytes:
         return options.kv_cache_memory_bytes
     reserved = int(args.activation_memory * GIB)
@@ -134,13 +145,14 @@ def _room(args: argparse.Namespace, options: EngineOptions, weights: int) -> int
 
 
 def _blocks(options: EngineOptions, longest: int, room: int, size: int) -> int:
-    """Number of KV blocks, by the same options in the same order as the engine (``engine.kv.memory``)."""
+    """Number of KV blocks, from the same options with the same precedence as in the engine (``engine.kv.memory``)."""
     if options.num_gpu_blocks_override:
         return options.num_gpu_blocks_override
     if options.kv_cache_sequences and not options.kv_cache_memory_bytes:
         return blocks_of_sequences(options.kv_cache_sequences, longest, options.block_size)
     if room < size:
-        raise invalid("model", f"its weights leave {room / GB:.2f} GB, and one KV block takes {size / GB:.4f} GB")
+        message = f"its weights leave {room / GB:.2f} GB, less than one KV block ({size / GB:.4f} GB)"
+        raise invalid("model", message)
     return room // size
 
 
@@ -150,11 +162,11 @@ def _print(result: dict[str, Any]) -> None:
     rows = [
         ("model", f"{result['model']} ({result['architecture']})", ""),
         ("max_model_len", f"{result['max_model_len']:,} tokens", ""),
-        *([("ranks", f"{result['ranks']}", "bytes are those of one")] if result["ranks"] > 1 else []),
+        *([("ranks", f"{result['ranks']}", "bytes are per rank")] if result["ranks"] > 1 else []),
         ("weights", _size(result["weight_bytes"]), ""),
-        ("KV cache, a token", f"{result['kv_bytes_per_token']:,} bytes", ""),
-        ("KV cache, a block", f"{result['kv_bytes_per_block']:,} bytes", f"{result['block_size']} tokens"),
-        ("room for it", _size(result["room_bytes"]), "too little" if cache_bytes > result["room_bytes"] else ""),
+        ("KV per token", f"{result['kv_bytes_per_token']:,} bytes", ""),
+        ("KV per block", f"{result['kv_bytes_per_block']:,} bytes", f"{result['block_size']} tokens"),
+        ("room for KV cache", _size(result["room_bytes"]), "too little" if cache_bytes > result["room_bytes"] else ""),
         ("KV cache", _size(cache_bytes), ""),
         ("blocks", f"{result['total_block_num']:,}", "total_block_num"),
         ("tokens", f"{result['total_tokens']:,}", "NUM_TOTAL_TOKEN"),

@@ -1,4 +1,4 @@
-"""``penstock top``: what a server is doing, in the terminal, again and again."""
+"""``penstock top``: live view of a server in the terminal."""
 
 from __future__ import annotations
 
@@ -25,38 +25,40 @@ from ..screen import can_print, has_escapes
 from .view import ASCII, BLOCKS, History, render
 
 TIMEOUT = 10.0
-"""Seconds that a server has to answer."""
+"""Timeout of a request in seconds."""
 HOME = "\033[H"
 ENTER, LEAVE = "\033[?1049h\033[?25l\033[2J", "\033[?25h\033[?1049l"
-"""To the alternate screen without a cursor, and back."""
+"""Escape sequences that enter the alternate screen and hide the cursor, and that leave it."""
 ERASE_LINE, ERASE_BELOW = "\033[K", "\033[J"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--url", default="http://127.0.0.1:8000", help="of a Penstock server (default: http://127.0.0.1:8000)"
+        "--url", default="http://127.0.0.1:8000", help="address of the server (default: http://127.0.0.1:8000)"
     )
-    parser.add_argument("--api-key", dest="key", metavar="KEY", help="(default: the environment's PENSTOCK_API_KEY)")
-    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks (default: 1)")
-    parser.add_argument("--once", action="store_true", help="look twice, print once, and end")
+    parser.add_argument("--api-key", dest="key", metavar="KEY", help="API key (default: $PENSTOCK_API_KEY)")
+    parser.add_argument(
+        "--interval", type=float, default=1.0, metavar="SECONDS", help="time between two updates (default: 1)"
+    )
+    parser.add_argument("--once", action="store_true", help="print one view after two updates, and exit")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Until q or Ctrl-C. Returns 1 where the server does not answer at first."""
+    """Show the server until q or Ctrl-C. Returns 1 if the first request fails."""
     if args.interval <= 0:
-        raise invalid("interval", "must be above 0 seconds", 0)
+        raise invalid("interval", f"must be above 0 seconds, is {args.interval:g}", 0)
     key = args.key or os.environ.get("PENSTOCK_API_KEY", "").split(",")[0]
     history, on_screen = History(), has_escapes() and not args.once
     glyphs = BLOCKS if can_print("".join(BLOCKS)) else ASCII
     try:
-        history.add(ask(args.url, key))
+        history.add(fetch(args.url, key))
     except (OSError, ValueError, HTTPException) as error:
         print(f"penstock top: {mask(reason(args.url, error))}", file=sys.stderr)
         return 1
     with _screen() if on_screen else suppress(KeyboardInterrupt):
         problem, first = "", True
         while True:
-            if on_screen or not first:  # rates need two looks; a screen shows the first one meanwhile
+            if on_screen or not first:  # rates need two updates; a screen shows the first one meanwhile
                 width, height = shutil.get_terminal_size()
                 lines = render(history, args.url, width, height if on_screen else None, glyphs)
                 _show([*lines, *([problem] if problem else [])], on_screen)
@@ -66,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
             if _wait(args.interval, on_screen):
                 break
             try:
-                history.add(ask(args.url, key))
+                history.add(fetch(args.url, key))
                 problem = ""
             except (OSError, ValueError, HTTPException) as error:
                 problem = reason(args.url, error)
@@ -82,7 +84,7 @@ def _show(lines: list[str], on_screen: bool) -> None:
 
 @contextmanager
 def _screen() -> Iterator[None]:
-    """The alternate screen, with keys that are read as they are pressed; Ctrl-C leaves it."""
+    """Switch to the alternate screen, with keys read without Enter; Ctrl-C leaves it."""
     before = termios.tcgetattr(sys.stdin) if sys.stdin.isatty() else None
     print(ENTER, end="", flush=True)
     try:
@@ -97,7 +99,7 @@ def _screen() -> Iterator[None]:
 
 
 def _wait(seconds: float, with_keys: bool) -> bool:
-    """Wait; whether q was pressed."""
+    """Wait; returns True if q was pressed."""
     if not with_keys or not sys.stdin.isatty():
         time.sleep(seconds)
         return False
@@ -108,8 +110,8 @@ def _wait(seconds: float, with_keys: bool) -> bool:
     return False
 
 
-def ask(url: str, key: str) -> dict[str, Any]:
-    """The answer of ``/web/live``. Raises ``OSError``, ``ValueError`` or ``HTTPException`` where there is none."""
+def fetch(url: str, key: str) -> dict[str, Any]:
+    """Request ``/web/live``. Raises ``OSError``, ``ValueError`` or ``HTTPException`` if it fails."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     request = urllib.request.Request(f"{url.rstrip('/').removesuffix('/v1')}/web/live", headers=headers)
     with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
@@ -118,11 +120,11 @@ def ask(url: str, key: str) -> dict[str, Any]:
 
 
 def reason(url: str, error: Exception) -> str:
-    """Why a server cannot be watched, and what to do."""
+    """Describe why the request failed, and what to do."""
     if isinstance(error, urllib.error.HTTPError):
-        words = {
-            401: "it asks for an API key: give --api-key, or PENSTOCK_API_KEY",
-            404: "it is no Penstock server, or one with --no-web",
+        messages = {
+            401: "the server requires an API key: set --api-key or PENSTOCK_API_KEY",
+            404: "it is not a Penstock server, or runs with --no-web",
         }
-        return f"{url}: {words.get(error.code, f'it answers {error.code}')}"
-    return f"{url} does not answer: {getattr(error, 'reason', error)}"
+        return f"{url}: {messages.get(error.code, f'the server returned status {error.code}')}"
+    return f"{url} does not respond: {getattr(error, 'reason', error)}"

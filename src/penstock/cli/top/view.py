@@ -1,4 +1,4 @@
-"""The lines of ``penstock top``."""
+"""Text of ``penstock top``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import deque
 from typing import Any, NamedTuple
 
 SPAN = 120.0
-"""Seconds over which times to first token and between tokens are counted."""
+"""Length in seconds of the window for latency quantiles."""
 
 
 class Glyphs(NamedTuple):
-    """Characters of drawings: a bar's, its rest's, and of rising heights."""
+    """Characters for bars (filled and empty part) and for sparklines (ascending heights)."""
 
     bar: str
     empty: str
@@ -20,7 +20,7 @@ class Glyphs(NamedTuple):
 
 BLOCKS = Glyphs("█", "░", "▁▂▃▄▅▆▇█")
 ASCII = Glyphs("#", ".", "_.-=+*%#")
-"""For terminals whose encoding lacks blocks."""
+"""Glyphs for terminals whose encoding lacks block characters."""
 COLUMNS = (
     ("REQUEST", "id"),
     ("STATE", "state"),
@@ -31,25 +31,25 @@ COLUMNS = (
     ("SECONDS", "seconds"),
     ("BLOCKS", "blocks"),
 )
-"""Of the table of sequences: title, and field of a snapshot's sequence."""
+"""Columns of the table of sequences: title, and field of a sequence in a snapshot."""
 EXPENDABLE = ("CACHED", "BLOCKS", "COMPUTED", "SECONDS", "PROMPT", "STATE")
-"""Columns that a narrow terminal does without, in this order."""
+"""Columns that are dropped in narrow terminals, in this order."""
 SEPARATOR = "   "
 HISTOGRAMS = {"first token": "time_to_first_token_seconds", "between tokens": "inter_token_latency_seconds"}
 
 Answer = dict[str, Any]
-"""What ``/web/live`` answers."""
+"""Response of ``/web/live``."""
 
 
 class History:
-    """The answers of the last two minutes."""
+    """Responses of the last ``SPAN`` seconds."""
 
     def __init__(self) -> None:
         self._answers: deque[Answer] = deque()
 
     def add(self, answer: Answer) -> None:
         if self._answers and _total_requests(answer) < _total_requests(self.last):
-            self._answers.clear()  # the server has started again
+            self._answers.clear()  # the server was restarted
         self._answers.append(answer)
         while answer["time"] - self._answers[0]["time"] > SPAN:
             self._answers.popleft()
@@ -59,7 +59,7 @@ class History:
         return self._answers[-1]
 
     def rate(self, model: str, counter: str) -> float:
-        """Increase of a counter a second, between the last two answers."""
+        """Increase of a counter per second, between the last two responses."""
         if len(self._answers) < 2:
             return 0.0
         before, after = self._answers[-2], self._answers[-1]
@@ -67,7 +67,7 @@ class History:
         return float(max(0.0, (new - old) / max(after["time"] - before["time"], 1e-9)))
 
     def quantiles(self, model: str, histogram: str) -> tuple[float, float] | None:
-        """Bounds of the buckets in which half and 95 % of the observations are; None where there are none."""
+        """Median and 95th percentile of a histogram, as upper bounds of buckets; None without observations."""
         first, last = (_model(answer, model)["histograms"].get(histogram) for answer in (self._answers[0], self.last))
         before = first["counts"] if first else [0] * len(last["counts"])
         counts = [now - then for now, then in zip(last["counts"], before, strict=False)]
@@ -77,11 +77,11 @@ class History:
 
 
 def render(history: History, url: str, width: int, height: int | None, glyphs: Glyphs = BLOCKS) -> list[str]:
-    """The lines of the screen.
+    """Render the view as lines.
 
     Args:
-        width: characters of a line.
-        height: lines of the screen; None for any number.
+        width: maximum characters of a line.
+        height: maximum number of lines; None: no limit.
     """
     now = time.strftime("%H:%M:%S", time.localtime(history.last["time"]))
     lines = _wrapped(["penstock top", url, now], width)
@@ -104,8 +104,8 @@ def _engine(history: History, model: Answer, engine: Answer, name: str, width: i
     bar = glyphs.bar * round(length * used)
     rates = [history.rate(model["name"], counter) for counter in ("generation_tokens", "prompt_tokens")]
     times = [
-        f"{words} within {_time(found[0])} (half), {_time(found[1])} (95 %)"
-        for words, histogram in HISTOGRAMS.items()
+        f"{label} p50 {_time(found[0])}, p95 {_time(found[1])}"
+        for label, histogram in HISTOGRAMS.items()
         if (found := history.quantiles(model["name"], histogram))
     ]
     rows = [
@@ -126,7 +126,7 @@ def _engine(history: History, model: Answer, engine: Answer, name: str, width: i
     ]
     lines = [line for row in rows for line in _wrapped(row, width)]
     if snapshot is None:
-        return [*lines, "the engine does not say what it is doing"]
+        return [*lines, "no snapshot of the engine is available"]
     if snapshot["steps"]:
         title = "tokens of the last steps "
         lines.append(title + _sparkline(snapshot["steps"], max(10, width - len(title) - 1), glyphs.heights))
@@ -134,7 +134,7 @@ def _engine(history: History, model: Answer, engine: Answer, name: str, width: i
 
 
 def _wrapped(parts: list[str], width: int) -> list[str]:
-    """Parts side by side, in as many lines as the width asks for."""
+    """Join parts into as few lines as the width allows."""
     lines: list[str] = []
     for part in parts:
         if lines and len(lines[-1]) + len(SEPARATOR) + len(part) <= width:
@@ -168,7 +168,7 @@ def _cell(field: str, value: Any) -> str:
 
 
 def _sparkline(steps: list[Answer], width: int, heights: str) -> str:
-    """A character for each of the last steps, as high as it had tokens."""
+    """One character per step, whose height is the number of tokens."""
     tokens = [sum(part[1] for part in step["parts"]) for step in steps[-width:]]
     most = max(1, *tokens)
     return "".join(heights[min(len(heights) - 1, len(heights) * count // (most + 1))] for count in tokens)
@@ -187,9 +187,9 @@ def _total_requests(answer: Answer) -> float:
 
 
 def _model(answer: Answer, name: str) -> Answer:
-    """A model in an answer; one without figures where it is not loaded."""
-    nothing: Answer = {"counters": {}, "histograms": {}}
-    return next((model for model in answer["models"] if model["name"] == name), nothing)
+    """Find a model in a response; without metrics if it is not loaded."""
+    empty: Answer = {"counters": {}, "histograms": {}}
+    return next((model for model in answer["models"] if model["name"] == name), empty)
 
 
 def _quantile(bounds: list[float | None], counts: list[float], wanted: float) -> float:
