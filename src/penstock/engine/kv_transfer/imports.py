@@ -322,8 +322,8 @@ class KVImports:
         recompute = self._recompute or entry.outdated
         consequence = "trying another instance" if left else "computing it here" if recompute else "the request fails"
         message = "request %s: the prompt's transfer from a prefill instance failed (%s); %s"
-        values = entry.request.log_name, entry.end.message, consequence
-        logger.warning(message, *values, extra={"facts": entry.request.log_facts})
+        name, reason = entry.request.log_name, entry.end.message
+        logger.warning(message, name, reason, consequence, extra={"facts": entry.request.log_facts})
         if left:
             self._pull(entry)
             return
