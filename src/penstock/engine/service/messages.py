@@ -293,12 +293,11 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
             layer: [sum(counts) for counts in zip(*(load[layer] for load in loads if layer in load), strict=True)]
             for layer in sorted(set[int]().union(*loads))
         }
+        combined: dict[str, Any] = {name: sum(values(name)) for name in cls.__struct_fields__ if name not in NOT_SUMMED}
+        combined |= {name: max(values(name)) for name in MAXIMA}
+        combined |= {name: [sum(counts) for counts in zip_longest(*values(name), fillvalue=0)] for name in LISTS}
         return cls(
-            **{name: sum(values(name)) for name in cls.__struct_fields__ if name not in NOT_SUMMED},
-            **{name: max(values(name)) for name in MAXIMA},
-            **dict[str, Any](
-                (name, [sum(counts) for counts in zip_longest(*values(name), fillvalue=0)]) for name in LISTS
-            ),
+            **combined,
             adapters_running=sorted({name for replica in replicas for name in replica.adapters_running}),
             adapters_waiting=sorted({name for replica in replicas for name in replica.adapters_waiting}),
             expert_load=expert_load,
