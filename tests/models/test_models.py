@@ -237,7 +237,7 @@ def broken(folder: Path, how: str) -> None:
         ('tie_word_embeddings="no"', "tie_word_embeddings is 'no', and has to be true or false"),
         ("broken config", "is not JSON"),
         ("deep config", "is not JSON"),
-        ("no object", "config.json is not a JSON object"),
+        ("no object", "config.json does not hold an object"),
         ("integers", r"model\.norm\.weight is of torch\.int32"),
         ("broken index", r"index\.json is damaged"),
         ("index without files", r"index\.json is damaged"),

@@ -180,7 +180,7 @@ def test_what_it_does_not_support_is_refused_before_weights_are_read(tmp_path: P
         ("hidden_size", "x", "hidden_size is 'x', and has to be a whole number"),
         ("intermediate_size", 97, "in another shape"),
         ("num_hidden_layers", 4, "lacks model.layers.3"),
-        ("quantization_config", {"quant_method": "gptq", "bits": 4}, "not quantized"),
+        ("quantization_config", {"quant_method": "gptq", "bits": 4}, "needs unquantized weights"),
         ("torch_dtype", "load", "dtype is 'load'"),
     ],
 )

@@ -101,7 +101,7 @@ class LatentAttention:
         return self._output(gathered, lora_slots)
 
     def _store(self, x: Tensor, cache: Any, batch: Batch) -> Tensor:
-        """Store the tokens' latent vectors; returns the queries of these, ``[tokens, heads, latent + rope_dim]``."""
+        """Store the tokens' latent vectors. Returns their absorbed queries, ``[tokens, heads, latent + rope_dim]``."""
         down = self._down(x, batch.lora_slots)
         q_input = self._q_norm(down[:, : self._q_rank]) if self._q_rank else x
         q = self._query(q_input, batch.lora_slots).unflatten(-1, (self._num_heads, -1))

@@ -16,7 +16,7 @@ class MLPLayer(Protocol):
     """Interface of feed-forward layers, dense or mixture of experts."""
 
     def __call__(self, x: Tensor, lora_slots: Tensor | None) -> Tensor:
-        """``[tokens, hidden]`` to ``[tokens, hidden]``; ``lora_slots`` as for ``ColumnParallelLinear``."""
+        """``[tokens, hidden]`` to ``[tokens, hidden]``; ``lora_slots``: see ``ColumnParallelLinear``."""
         ...
 
 

@@ -69,7 +69,7 @@ def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Enc
 
 
 def build_classifier(context: BuildContext, config: ModelConfig) -> PoolerHead:
-    """BERT's pooler and classifier, or RoBERTa's classification head."""
+    """Build BERT's pooler and classifier, or RoBERTa's classification head."""
     assert config.encoder
     size, labels, prefix = config.hidden_size, config.num_labels, config.encoder.prefix
     first, last = f"{module_name(context, config, EMBEDDINGS)}pooler.dense", "classifier"

@@ -53,7 +53,7 @@ Sink = Callable[[str, int, Tensor], None]
 
 
 class Source(Protocol):
-    """Tensors by name."""
+    """Interface of sources of tensors."""
 
     def describe(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Dtype and shape of each tensor, in a fixed order."""

@@ -28,9 +28,9 @@ from penstock.ops import Batch, LayerExport, QKNorms
 from penstock.parallel import Shard, shard_heads
 
 AttentionFactory = Callable[[BuildContext, ModelConfig, int, str], AttentionLayer]
-"""Makes the attention of a layer from its number and its name in the checkpoint."""
+"""Builds the attention of a layer from its index, and the name of the module in the checkpoint."""
 MLPFactory = Callable[[BuildContext, ModelConfig, int, str], MLPLayer]
-"""Makes the MLP of a layer from its number and its name in the checkpoint."""
+"""Builds the MLP of a layer from its index, and the name of the module in the checkpoint."""
 
 
 def make_norm(context: BuildContext, config: ModelConfig, name: str, size: int) -> Norm:

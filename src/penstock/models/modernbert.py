@@ -49,7 +49,7 @@ def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Enc
 
 
 def build_classifier(context: BuildContext, config: ModelConfig) -> PoolerHead:
-    """A dense layer, a norm, and the classifier."""
+    """Build ModernBERT's classification head: a dense layer, a norm, and the classifier."""
     raw, size, labels = config.raw, config.hidden_size, config.num_labels
     function = activation_of(str(raw.get("classifier_activation", "gelu")))
     return PoolerHead(

@@ -17,7 +17,7 @@ from penstock.layers.mrope import MRoPE
 from penstock.parallel import SINGLE_RANK
 
 Embed = Callable[[Tensor], Tensor]
-"""``VisionTower.embed``."""
+"""Type of ``VisionTower.embed``."""
 
 
 class VisionTower(Protocol):
