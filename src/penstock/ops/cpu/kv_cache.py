@@ -29,7 +29,7 @@ class LayerCache:
 
 
 def new_kv_cache(specs: Sequence[KVSpec], blocks: int, device: torch.device) -> list[LayerCache]:
-    """See ``reference.new_kv_cache``. Raises ``PenstockError`` for block sizes, head sizes and dtypes without kernels."""
+    """See ``reference.new_kv_cache``. Raises ``PenstockError`` for blocks, heads and dtypes without kernels."""
     for spec in specs:
         dtype_code(getattr(torch, spec.dtype))
         if spec.block_size % 16 or spec.block_size > _kernels.MAX_BLOCK:
