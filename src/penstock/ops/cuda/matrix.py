@@ -228,9 +228,7 @@ def from_packed(
     if "order" in tensors:
         expected["order"] = (inputs,), torch.int64
     if {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()} != expected:
-        raise PenstockError(
-            Code.INTERNAL, "packed weights have an unexpected size or dtype"
-        )  # kernels do not check bounds
+        raise PenstockError(Code.INTERNAL, "packed weights have an unexpected size or dtype")
     return Matrix(dict(tensors), None if bias is None else bias.float(), outputs, inputs, dtype, format)
 
 
