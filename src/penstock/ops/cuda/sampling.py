@@ -26,8 +26,7 @@ def argmax(x: Tensor, matrix: Matrix, bitmask: Tensor | None = None) -> tuple[Te
 
 
 def argmax_of_logits(logits: Tensor, bitmask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the index of the largest value of each row ``[rows, outputs]`` float32, and that value, as ``argmax``
-    does."""
+    """Return the index of the largest value of each row ``[rows, outputs]`` float32, and that value."""
     rows, columns = logits.shape
     blocks = -(-columns // COLUMNS)
     values, largest = logits.new_empty(rows, blocks), logits.new_empty(rows)
@@ -63,25 +62,11 @@ def topk(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if k > MAX_K:
         return torch.topk(values, k, -1)
     blocks = -(-columns // COLUMNS)
-    blocks_topk = (
-        values.new_empty(rows, blocks * k),
-        torch.empty(rows, blocks * k, dtype=torch.int32, device=values.device),
-    )
+    parts = values.new_empty(rows, blocks * k), torch.empty(rows, blocks * k, dtype=torch.int32, device=values.device)
     result = values.new_empty(rows, k), torch.empty(rows, k, dtype=torch.int32, device=values.device)
-    launch(
-        kernels.topk,
-        (rows, blocks),
-        values,
-        None,
-        *blocks_topk,
-        columns,
-        values.stride(0),
-        k,
-        BLOCK=COLUMNS,
-        num_warps=8,
-    )
+    launch(kernels.topk, (rows, blocks), values, None, *parts, columns, values.stride(0), k, BLOCK=COLUMNS, num_warps=8)
     block = power_of_two(blocks * MAX_K)  # a size for any k, so that the kernel is compiled only once
-    launch(kernels.topk, (rows, 1), *blocks_topk, *result, blocks * k, blocks * k, k, BLOCK=block, num_warps=8)
+    launch(kernels.topk, (rows, 1), *parts, *result, blocks * k, blocks * k, k, BLOCK=block, num_warps=8)
     return result[0], result[1].long()
 
 

@@ -50,8 +50,8 @@ def num_splits(
 
 
 @triton.jit
-def sequence_splits(query_start_loc, seq_lens, first, num_seqs, TOKENS, WINDOW, SPLIT, CAUSAL, BLOCK: tl.constexpr):
-    """Numbers of queries, tiles of queries, and splits of the sequences from ``first``."""
+def load_seqs(query_start_loc, seq_lens, first, num_seqs, TOKENS, WINDOW, SPLIT, CAUSAL, BLOCK: tl.constexpr):
+    """Loads the numbers of queries, tiles of queries, and splits of the sequences from ``first``."""
     at = first + tl.arange(0, BLOCK)
     inside = at < num_seqs
     start = tl.load(query_start_loc + at, mask=inside, other=0)
@@ -88,15 +88,13 @@ def plan(
     """
     work = tl.zeros([], tl.int64)
     for first in range(0, num_seqs, BLOCK):
-        _, tiles, splits = sequence_splits(
-            query_start_loc, seq_lens, first, num_seqs, TOKENS, WINDOW, SPLIT, CAUSAL, BLOCK
-        )
+        _, tiles, splits = load_seqs(query_start_loc, seq_lens, first, num_seqs, TOKENS, WINDOW, SPLIT, CAUSAL, BLOCK)
         work += tl.sum((tiles * splits).to(tl.int64))
     share = tl.maximum(work * HEAD_TILES // target_items, 1).to(tl.int32)
 
     small = tl.zeros([], tl.int32)
     for first in range(0, num_seqs, BLOCK):
-        count, tiles, splits = sequence_splits(
+        count, tiles, splits = load_seqs(
             query_start_loc, seq_lens, first, num_seqs, TOKENS, WINDOW, SPLIT, CAUSAL, BLOCK
         )
         num_partials = count * splits
@@ -105,7 +103,7 @@ def plan(
     large = small
     small, items, tokens = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     for first in range(0, num_seqs, BLOCK):
-        count, tiles, splits = sequence_splits(
+        count, tiles, splits = load_seqs(
             query_start_loc, seq_lens, first, num_seqs, TOKENS, WINDOW, SPLIT, CAUSAL, BLOCK
         )
         num_partials = count * splits
@@ -187,18 +185,7 @@ def inverse_sum(total, largest, sinks, head, valid):
 
 @triton.jit
 def finish_split(
-    acc,
-    beta,
-    alpha,
-    inverse,
-    memory,
-    out,
-    loaded,
-    stored,
-    finished,
-    first,
-    SIZE: tl.constexpr,
-    IN_MEMORY: tl.constexpr,
+    acc, beta, alpha, inverse, memory, out, loaded, stored, finished, first, SIZE: tl.constexpr, IN_MEMORY: tl.constexpr
 ):
     """Merges rows of a split's accumulator into those of the previous splits if these are in memory (``loaded``), and
     writes them there (``stored``), or normalized to the output (``finished``).

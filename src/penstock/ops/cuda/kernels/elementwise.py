@@ -25,8 +25,7 @@ def inverse_rms(x, size, eps):
 
 @triton.jit
 def scale_by_weights(x32, weights, dtype: tl.constexpr):
-    """Multiply normalized float32 values by weights: rounded before if the weights have ``dtype``, after if they are
-    float32."""
+    """Multiply normalized values by weights. Round before if these have ``dtype``, after if they are float32."""
     if weights.dtype == dtype:
         return x32.to(dtype) * weights
     return (x32 * weights).to(dtype)
@@ -48,7 +47,7 @@ def rms_norm(x, weight, out, stride, group_size, eps, SIZE: tl.constexpr, BLOCK:
 
 @triton.jit
 def add_rms_norm(x, residual, weight, out, stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """One row a program."""
+    """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -63,8 +62,7 @@ def add_rms_norm(x, residual, weight, out, stride, eps, SIZE: tl.constexpr, BLOC
 
 @triton.jit
 def layer_norm(x, weight, bias, out, stride, group_size, weight_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """One program per row: row ``program % group_size`` of a token. Weights of a token's rows are ``weight_stride``
-    apart."""
+    """One program per row: row ``program % group_size`` of a token, with weights ``weight_stride`` apart."""
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -132,8 +130,7 @@ def rope_partial(
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """A block of heads of a token, whose first ``2 * HALF`` elements are rotated: halves, or adjacent elements
-    (INTERLEAVED)."""
+    """A block of heads of a token, of which the first ``2 * HALF`` elements are rotated."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)

@@ -99,11 +99,9 @@ def norm_and_rotate(x, weight, table, position, eps, heads, HEADS, HALF: tl.cons
         full_mask = (heads < HEADS)[:, None] & (full_columns < 2 * HALF)[None]
         x32 = tl.load(x + heads[:, None] * (2 * HALF) + full_columns[None], mask=full_mask, other=0.0).to(tl.float32)
         inverse = inverse_rms(x32, 2 * HALF, eps)[:, None]
-        weight_mask = columns < HALF
-        low = (low.to(tl.float32) * inverse).to(dtype) * tl.load(weight + columns, mask=weight_mask, other=0.0)[None]
-        high = (high.to(tl.float32) * inverse).to(dtype) * tl.load(
-            weight + HALF + columns, mask=weight_mask, other=0.0
-        )[None]
+        mask = columns < HALF
+        low = (low.to(tl.float32) * inverse).to(dtype) * tl.load(weight + columns, mask=mask, other=0.0)[None]
+        high = (high.to(tl.float32) * inverse).to(dtype) * tl.load(weight + HALF + columns, mask=mask, other=0.0)[None]
     low, high = rotate(low, high, table, position, HALF, columns, columns < HALF)
     return low.to(dtype), high.to(dtype), at, inside
 

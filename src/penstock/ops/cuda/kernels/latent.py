@@ -1,5 +1,4 @@
-"""Kernels of multi-head latent attention (MLA): products with a separate matrix per head, and attention over a latent
-cache.
+"""Kernels of multi-head latent attention (MLA): products with a matrix per head, and attention over a latent cache.
 
 A layer's cache is ``[blocks, 1, 1, block_size, head_dim]``: a token's vector is the key of all heads, and its first
 ``LATENT`` elements are their value. The rotary part follows.
@@ -91,8 +90,7 @@ def latent_rope_and_store(
     DIM: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
 ):
-    """Grid: token, part: 0 stores the token's vector (unless its slot is negative), others rotate blocks of its
-    queries."""
+    """Grid: token, part (0: store the token's vector unless its slot is negative; others: rotate some queries)."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slot_mapping + token)
     position = tl.maximum(tl.load(positions + token), 0)  # arbitrary for padding
@@ -107,9 +105,8 @@ def latent_rope_and_store(
         tl.store(queries + second_at[None], high, mask=inside)
     else:
         one = tl.arange(0, 1)
-        a, b, first, second, _ = rotate_heads(
-            k + token * k_stride, table, position, one, 0, 1, HALF, INTERLEAVED, columns
-        )
+        key = k + token * k_stride
+        a, b, first, second, _ = rotate_heads(key, table, position, one, 0, 1, HALF, INTERLEAVED, columns)
         dims = tl.arange(0, DIM)[None]
         vector = tl.load(latent + token * latent_stride + dims, mask=dims < LATENT, other=0.0)
         if QUANTIZATION != "":
@@ -214,18 +211,18 @@ def latent_attention(
             target = out + ((start + token).to(tl.int64) * HEADS + head) * LATENT
             for tile in tl.range(begin, end):
                 at = tile * TILE + columns
-                in_range = at < end_position  # positions that no query attends to may hold NaN
-                block = tl.load(table + at // PAGE, mask=in_range, other=0).to(tl.int64)
+                mask = at < end_position  # positions that no query attends to may hold NaN
+                block = tl.load(table + at // PAGE, mask=mask, other=0).to(tl.int64)
                 key = values + (block * block_stride + at % PAGE * HEAD_DIM)[:, None]
-                k = tl.load(key + dims[None], mask=in_range[:, None] & (dims < LATENT)[None], other=0.0)
+                k = tl.load(key + dims[None], mask=mask[:, None] & (dims < LATENT)[None], other=0.0)
                 rope_k = tl.load(
-                    key + LATENT + rope_dims[None], mask=in_range[:, None] & (rope_dims < ROPE)[None], other=0.0
+                    key + LATENT + rope_dims[None], mask=mask[:, None] & (rope_dims < ROPE)[None], other=0.0
                 )
                 k, rope_k = k.to(queries.dtype), rope_k.to(queries.dtype)
                 scores = tl.dot(queries, tl.trans(k), input_precision="ieee")
                 scores = tl.dot(rope_queries, tl.trans(rope_k), scores, input_precision="ieee")
                 if QUANTIZED:
-                    key_scale = tl.load(scales + block * scale_stride + at % PAGE, mask=in_range, other=0.0)
+                    key_scale = tl.load(scales + block * scale_stride + at % PAGE, mask=mask, other=0.0)
                     scores *= (key_scale * scale)[None]
                 else:
                     scores *= scale
