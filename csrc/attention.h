@@ -514,11 +514,11 @@ void attention_task(const Attention& a, int64_t task) {
   }
   rows.clear(count, dim);
   for (int r = 0; r < count; r++) rows.set_query(r, (const T*)a.q + offsets[r], dim);
-  const uint32_t panels_per_block = uint32_t(a.block_size / size);
+  const uint32_t block_panels = uint32_t(a.block_size / size);
   auto panel_at = [&](int64_t sequence, int64_t position, int64_t kv_head) {
     const uint32_t panel = uint32_t(position) / uint32_t(size);
-    const int64_t block = a.block_tables[sequence * a.table_width + panel / panels_per_block];
-    return KVPanel<K>(a.cache, (block * panels_per_block + panel % panels_per_block) * a.kv_heads + kv_head, dim, size);
+    const int64_t block = a.block_tables[sequence * a.table_width + panel / block_panels];
+    return KVPanel<K>(a.cache, (block * block_panels + panel % block_panels) * a.kv_heads + kv_head, dim, size);
   };
   const float power = (a.cap ? a.cap : a.scale) * kLog2E, cap_scale = a.cap ? a.scale / a.cap : 0.0f;
   auto attend_rows = [&](const KVPanel<K>& span, const KVPanel<K>& next, int64_t begin) {

@@ -187,7 +187,7 @@ struct Quantized {
     store_acc(result, acc);
   }
 
-  // Sum of a group of a row's quantized inputs.
+  // Sum of a group of a row's inputs, after quantization for a8 formats.
   static auto x_sum(const Linear& a, int64_t at) {
     return ((const std::conditional_t<kIntegers, int32_t, float>*)a.x_sums)[at];
   }

@@ -16,12 +16,10 @@ template <class A>
 Type type_of(const A& args) {
   if constexpr (requires { args.out_type; })
     return args.out_type;
-  else if constexpr (requires { args.matrix; })
+  else if constexpr (requires { args.matrix.type; })
     return args.matrix.type;
   else if constexpr (requires { args.matrix->type; })
     return args.matrix->type;
-  else if constexpr (requires { args.matrix; })
-    return args.matrix.type;
   else
     return args.type;
 }

@@ -160,7 +160,7 @@ inline void write_row(const PartialResult& result, T* out, int64_t latent) {
   for (int64_t d = 0; d < latent; d += 16) store(out + d, load(result.out + d) * share);
 }
 
-inline float softmax_power(const Attention& a) { return a.scale * kLog2E; }
+inline float log2_scale(const Attention& a) { return a.scale * kLog2E; }
 
 // Partial result of a row in a task's split.
 inline PartialResult partial_result(const Attention& a, int64_t task, int64_t row) {
@@ -183,7 +183,7 @@ void merge_splits(const Attention& a, int64_t task) {
   for (int64_t row = 0; row < count; row++) {
     const PartialResult result = partial_result(a, task, row);
     for (int64_t split = 1; split < tile[3]; split++)
-      merge_results(result, partial_result(a, task + split, row), a.latent, softmax_power(a));
+      merge_results(result, partial_result(a, task + split, row), a.latent, log2_scale(a));
     write_row(result, out + row * a.latent, a.latent);
   }
 }
@@ -228,7 +228,7 @@ template <class T, class K>
 void attend_split(const Attention& a, LatentScratch<K>& memory, int64_t sequence, int64_t count, int64_t begin,
                   int64_t last) {
   const int64_t dim = a.dim, latent = a.latent, groups = ceil_div(count, kTaskRows);
-  const int64_t size = panel_positions(a.block_size), panels_per_block = a.block_size / size;
+  const int64_t size = panel_positions(a.block_size), block_panels = a.block_size / size;
   auto rows_of = [&](int64_t group) { return int(group + 1 < groups ? kTaskRows : count - group * kTaskRows); };
   for (int64_t group = 0; group < groups; group++) {
     QueryRows<K>& rows = memory.groups[group];
@@ -237,16 +237,16 @@ void attend_split(const Attention& a, LatentScratch<K>& memory, int64_t sequence
   KVPanel<K> span(memory.span.data(), 0, dim, kSpan);
   for (int64_t at = begin; at <= last; at += kSpan) {
     for (int64_t position = at; position <= last && position < at + kSpan; position += size) {
-      const int64_t panel = position / size, block = a.block_tables[sequence * a.table_width + panel / panels_per_block];
+      const int64_t panel = position / size, block = a.block_tables[sequence * a.table_width + panel / block_panels];
       const int64_t positions = last + 1 - position < size ? ceil_div(last + 1 - position, 4) * 4 : size;
-      load_span(span, position - at, LatentPanel<K>(a.cache, block * panels_per_block + panel % panels_per_block, dim, size),
+      load_span(span, position - at, LatentPanel<K>(a.cache, block * block_panels + panel % block_panels, dim, size),
                 positions, dim, latent);
     }
     constexpr int at_once = kUsesAmx<K> ? kMaxRowsAtOnce : kTileRows;
     for (int64_t group = 0; group < groups; group++)
       for (int first = 0, rows = rows_of(group); first < rows; first += at_once)
         attend<K>(memory.groups[group], first, rows - first < at_once ? rows - first : at_once, span, span, dim, latent, at,
-                  softmax_power(a));
+                  log2_scale(a));
   }
 }
 
@@ -283,7 +283,7 @@ void latent_task(const Attention& a, int64_t task) {
     for (int64_t row = 0; row < count; row++) {
       const PartialResult current = memory.current(row, latent), result = memory.previous(row, latent);
       if (number)
-        merge_results(result, current, latent, softmax_power(a));
+        merge_results(result, current, latent, log2_scale(a));
       else if (!is_last)
         copy_result(result, current, latent);
       if (is_last) write_row(number ? result : current, out + row * latent, latent);

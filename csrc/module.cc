@@ -49,7 +49,7 @@ T* ptr(uintptr_t address) {
 
 // Constructs an aggregate from its fields in order.
 template <class A, class... Fields>
-A make_aggregate(Fields... fields) {
+A make(Fields... fields) {
   return A{fields...};
 }
 
@@ -124,7 +124,7 @@ thread_local Graph* recorded_graph = nullptr;
 
 // Runs an op, or records it. `call` is called with the sizes of the step.
 template <class F>
-void run_or_record(Size size, F&& call) {
+void submit(Size size, F&& call) {
   if (recorded_graph)
     recorded_graph->calls.push_back({{}, std::forward<F>(call), recorded_graph->rows_selected});
   else
@@ -132,21 +132,21 @@ void run_or_record(Size size, F&& call) {
 }
 
 // Runs or records an op on single rows.
-void run_or_record_rows(int64_t rows, const RowOp& op) {
+void submit_rows(int64_t rows, const RowOp& op) {
   if (!recorded_graph) return Call{{op}, {}}({rows, 0});
   if (recorded_graph->calls.empty() || recorded_graph->calls.back().op)
     recorded_graph->calls.push_back({{}, {}, recorded_graph->rows_selected});
   recorded_graph->calls.back().row_ops.push_back(op);
 }
 template <class A>
-void run_or_record_rows(int64_t rows, void (*Kernels::*kernel)(const A&, int64_t row), const A& args) {
-  run_or_record_rows(rows, [=](int64_t row) { (kernels->*kernel)(args, row); });
+void submit_rows(int64_t rows, void (*Kernels::*kernel)(const A&, int64_t row), const A& args) {
+  submit_rows(rows, [=](int64_t row) { (kernels->*kernel)(args, row); });
 }
 
 // Runs or records an op on `each` rows per token.
 template <class A>
-void run_or_record_rows(int64_t rows, int64_t each, void (*Kernels::*kernel)(const A&, int64_t row), const A& args) {
-  run_or_record_rows(rows, [=](int64_t row) {
+void submit_rows(int64_t rows, int64_t each, void (*Kernels::*kernel)(const A&, int64_t row), const A& args) {
+  submit_rows(rows, [=](int64_t row) {
     for (int64_t i = row * each; i < (row + 1) * each; i++) (kernels->*kernel)(args, i);
   });
 }
@@ -163,10 +163,9 @@ using Product = void (*Kernels::*)(const Linear&, int64_t task);
 
 void multiply(Product kernel, Address x, Address x_scales, Address x_sums, const Matrix& matrix, Address out,
               int64_t out_stride, int64_t outputs, int64_t rows, int out_type, int activation = 0) {
-  run_or_record({rows, 0}, [=](Size size) {
-    const auto args =
-        make_aggregate<Linear>(matrix, ptr<void>(x), ptr<float>(x_scales), ptr<void>(x_sums), ptr<void>(out), out_stride,
-                               size.tokens, panels_of_task(outputs), Type(out_type), Activation(activation));
+  submit({rows, 0}, [=](Size size) {
+    const auto args = make<Linear>(matrix, ptr<void>(x), ptr<float>(x_scales), ptr<void>(x_sums), ptr<void>(out), out_stride,
+                                   size.tokens, panels_of_task(outputs), Type(out_type), Activation(activation));
     const int64_t tasks = ceil_div(args.rows, kernels->linear_rows) * ceil_div(outputs, kPanel * args.panels);
     pool()->run(tasks, [&](int64_t task) { (kernels->*kernel)(args, task); });
   });
@@ -230,7 +229,7 @@ struct Adapters {
 
 // Adds the adapters of rows to `out`. `slots`: slot of each row; -1: no adapter.
 void add_lora(Address x, Address out, const Adapters& adapters, Address slots, int64_t rows, int64_t out_stride) {
-  run_or_record({rows, 0}, [=, &adapters](Size size) {
+  submit({rows, 0}, [=, &adapters](Size size) {
     thread_local std::vector<char> memory;
     const int64_t num_slots = adapters.slots.size();
     const GroupedByKey rows_by_slot(size.tokens, num_slots, [&](int64_t row) {
@@ -277,7 +276,7 @@ template <auto kernel>
 void experts_linear(Address x, Address x_scales, Address x_sums, const Experts& experts, Address ids, int64_t top_k,
                     int64_t assignments_per_row, Address out, int64_t out_stride, int64_t rows, int out_type,
                     int activation) {
-  run_or_record({rows, 0}, [=, &experts](Size size) {
+  submit({rows, 0}, [=, &experts](Size size) {
     const int64_t num_experts = experts.matrices.size();
     const GroupedByKey assignments_by_expert(size.tokens * top_k, num_experts, [&](int64_t assignment) {
       const int64_t expert = ptr<int64_t>(ids)[assignment] - experts.first;
@@ -302,20 +301,20 @@ void experts_linear(Address x, Address x_scales, Address x_sums, const Experts& 
 
 void route(Address logits, Address bias, Address ids, Address weights, int64_t tokens, int64_t experts, int64_t top_k,
            int64_t groups, int64_t top_groups, float scale, float min_sum, bool sigmoid, bool sum_top2, bool renormalize) {
-  run_or_record_rows(tokens, &Kernels::router,
-                     Router{ptr<float>(logits), ptr<float>(bias), ptr<int64_t>(ids), ptr<float>(weights), experts, top_k,
-                            groups, top_groups, scale, min_sum, sigmoid, sum_top2, renormalize});
+  submit_rows(tokens, &Kernels::router,
+              Router{ptr<float>(logits), ptr<float>(bias), ptr<int64_t>(ids), ptr<float>(weights), experts, top_k, groups,
+                     top_groups, scale, min_sum, sigmoid, sum_top2, renormalize});
 }
 
 void count_experts(Address ids, Address counts, int64_t tokens, int64_t top_k) {
-  run_or_record({tokens, 0}, [=](Size size) {
+  submit({tokens, 0}, [=](Size size) {
     for (int64_t i = 0; i < size.tokens * top_k; i++) ptr<int64_t>(counts)[ptr<int64_t>(ids)[i]]++;
   });
 }
 
 // `places`: rows of `width`: number of replicas of an expert, then their physical ids.
 void place_experts(Address ids, Address places, Address out, int64_t tokens, int64_t top_k, int64_t width) {
-  run_or_record({tokens, 0}, [=](Size size) {
+  submit({tokens, 0}, [=](Size size) {
     for (int64_t token = 0; token < size.tokens; token++)
       for (int64_t i = token * top_k; i < (token + 1) * top_k; i++) {
         const int64_t* entry = ptr<int64_t>(places) + ptr<int64_t>(ids)[i] * width;
@@ -326,9 +325,9 @@ void place_experts(Address ids, Address places, Address out, int64_t tokens, int
 
 void combine(Address x, Address weights, Address shared, Address gate, Address out, int64_t tokens, int64_t top_k,
              int64_t width, int64_t shared_stride, int64_t out_stride, int type) {
-  run_or_record_rows(tokens, &Kernels::combine,
-                     Combine{ptr<void>(x), ptr<float>(weights), ptr<void>(shared), ptr<float>(gate), ptr<void>(out), top_k,
-                             width, shared_stride, out_stride, Type(type)});
+  submit_rows(tokens, &Kernels::combine,
+              Combine{ptr<void>(x), ptr<float>(weights), ptr<void>(shared), ptr<float>(gate), ptr<void>(out), top_k, width,
+                      shared_stride, out_stride, Type(type)});
 }
 
 // Bitmask of the rows from `first`, in 32-bit units per row.
@@ -346,9 +345,9 @@ bool any_allowed(const Bitmask& a, int64_t row) {
 // Writes the index of each row's largest output to `out`, and its value to `max_values`.
 void argmax(Address x, Address x_scales, Address x_sums, const Matrix& matrix, Address bitmask, Address out,
             Address max_values, int64_t rows) {
-  run_or_record({rows, 0}, [=](Size size) {
-    const auto product = make_aggregate<Linear>(matrix, ptr<void>(x), ptr<float>(x_scales), ptr<void>(x_sums), nullptr, 0,
-                                                size.tokens, panels_of_task(matrix.outputs), Type::float32);
+  submit({rows, 0}, [=](Size size) {
+    const auto product = make<Linear>(matrix, ptr<void>(x), ptr<float>(x_scales), ptr<void>(x_sums), nullptr, 0, size.tokens,
+                                      panels_of_task(matrix.outputs), Type::float32);
     const int64_t tasks = ceil_div(matrix.outputs, kPanel * product.panels);
     std::vector<float> values(product.rows * tasks);
     std::vector<int64_t> outputs(product.rows * tasks);
@@ -376,9 +375,9 @@ bool argmax_by_sketch(Address x, Address quantized, Address x_scales, Address x_
   const auto threads = pool();
   for (int64_t first = 0; first < rows; first += kernels->linear_rows) {
     const int64_t rows_at_once = std::min(kernels->linear_rows, rows - first), width = (m.in + 7) / 8 * 8;
-    const auto product = make_aggregate<Linear>(sketch.quantized, ptr<int8_t>(quantized) + first * width,
-                                                ptr<float>(x_scales) + first, ptr<int32_t>(x_sums) + first, nullptr, 0,
-                                                rows_at_once, panels_of_task(m.outputs), Type::float32);
+    const auto product =
+        make<Linear>(sketch.quantized, ptr<int8_t>(quantized) + first * width, ptr<float>(x_scales) + first,
+                     ptr<int32_t>(x_sums) + first, nullptr, 0, rows_at_once, panels_of_task(m.outputs), Type::float32);
     const int64_t tasks = ceil_div(m.outputs, kPanel * product.panels),
                   capacity = rows_at_once * product.panels * (kPanel / 16);
     std::vector<float> x_norms(rows_at_once), x_error_norms(rows_at_once);
@@ -387,9 +386,9 @@ bool argmax_by_sketch(Address x, Address quantized, Address x_scales, Address x_
     for (auto& bound : lower_bounds) bound = -INFINITY;
     scratch(candidates, tasks * capacity);
     const int64_t bytes = m.in * (m.type == Type::float32 ? 4 : 2);
-    const auto args = make_aggregate<SketchSearch>(
-        product, bitmask_of(bitmask, m, first), &m, sketch.error_norms, sketch.norms, ptr<char>(x) + first * bytes,
-        x_norms.data(), x_error_norms.data(), lower_bounds.data(), candidates.data(), counts.data());
+    const auto args = make<SketchSearch>(product, bitmask_of(bitmask, m, first), &m, sketch.error_norms, sketch.norms,
+                                         ptr<char>(x) + first * bytes, x_norms.data(), x_error_norms.data(),
+                                         lower_bounds.data(), candidates.data(), counts.data());
     threads->run(rows_at_once, [&](int64_t row) { kernels->measure_norms(args, row); });
     for (int64_t row = 0; row < rows_at_once; row++)
       if (!std::isfinite(x_norms[row]) || !std::isfinite(x_error_norms[row])) return false;
@@ -431,27 +430,27 @@ bool argmax_by_sketch(Address x, Address quantized, Address x_scales, Address x_
 // Quantizes `each` rows of each of `rows` tokens.
 void quantize(Address x, Address out, Address scales, Address sums, int64_t rows, int64_t each, int64_t in, int64_t padded,
               int64_t group, int64_t rotation, bool in_groups, bool has_total, int type) {
-  run_or_record_rows(rows, each, &Kernels::quantize,
-                     Quantize{ptr<void>(x), ptr<int8_t>(out), ptr<float>(scales), ptr<int32_t>(sums), in, padded, group,
-                              rotation, in_groups, has_total, Type(type)});
+  submit_rows(rows, each, &Kernels::quantize,
+              Quantize{ptr<void>(x), ptr<int8_t>(out), ptr<float>(scales), ptr<int32_t>(sums), in, padded, group, rotation,
+                       in_groups, has_total, Type(type)});
 }
 
 void rotate(Address x, Address out, int64_t rows, int64_t each, int64_t in, int64_t rotation, int type) {
-  run_or_record_rows(rows, each, &Kernels::rotate, Rotate{ptr<void>(x), ptr<void>(out), in, rotation, Type(type)});
+  submit_rows(rows, each, &Kernels::rotate, Rotate{ptr<void>(x), ptr<void>(out), in, rotation, Type(type)});
 }
 
 void sum_groups(Address x, Address sums, int64_t rows, int64_t each, int64_t in, int64_t group, int type) {
-  run_or_record_rows(rows, each, &Kernels::sum_groups, GroupSums{ptr<void>(x), ptr<float>(sums), in, group, Type(type)});
+  submit_rows(rows, each, &Kernels::sum_groups, GroupSums{ptr<void>(x), ptr<float>(sums), in, group, Type(type)});
 }
 
 void embedding(Address ids, const Matrix& matrix, Address out, int64_t first, int64_t rows) {
-  run_or_record_rows(rows, &Kernels::embedding, Embedding{matrix, ptr<int64_t>(ids), ptr<void>(out), first});
+  submit_rows(rows, &Kernels::embedding, Embedding{matrix, ptr<int64_t>(ids), ptr<void>(out), first});
 }
 
 // Not an op on single rows, as it reads other rows than it writes.
 void index_select(Address x, Address rows, Address out, int64_t count, int64_t row_bytes) {
   if (recorded_graph) recorded_graph->rows_selected = true;
-  run_or_record({count, 0}, [=](Size size) {
+  submit({count, 0}, [=](Size size) {
     pool()->run(size.tokens, [&](int64_t row) {
       memcpy(ptr<char>(out) + row * row_bytes, ptr<char>(x) + ptr<int64_t>(rows)[row] * row_bytes, row_bytes);
     });
@@ -459,8 +458,8 @@ void index_select(Address x, Address rows, Address out, int64_t count, int64_t r
 }
 
 void copy(Address x, Address out, int64_t rows, int64_t row_bytes) {
-  run_or_record_rows(
-      rows, [=](int64_t row) { memcpy(ptr<char>(out) + row * row_bytes, ptr<char>(x) + row * row_bytes, row_bytes); });
+  submit_rows(rows,
+              [=](int64_t row) { memcpy(ptr<char>(out) + row * row_bytes, ptr<char>(x) + row * row_bytes, row_bytes); });
 }
 
 template <class T>
@@ -470,7 +469,7 @@ void select_columns(const T* x, const int32_t* order, T* out, int64_t in) {
 
 // Permutes inputs to the order of a matrix's columns.
 void permute(Address x, const Matrix& matrix, Address out, int64_t rows, int type) {
-  run_or_record_rows(rows, [=](int64_t row) {
+  submit_rows(rows, [=](int64_t row) {
     const int64_t first = row * matrix.in;
     if (Type(type) == Type::float32)
       select_columns(ptr<float>(x) + first, matrix.order, ptr<float>(out) + first, matrix.in);
@@ -487,38 +486,37 @@ void pack(Address weight, const Matrix& matrix, int64_t first, int64_t rows) {
 
 void norm(Address x, Address residual, Address weight, Address out, int64_t rows, int64_t groups, int64_t width,
           int64_t stride, float eps, int type, bool wide, bool centered, int64_t weight_stride, Address bias) {
-  run_or_record_rows(rows, &Kernels::norm,
-                     Norm{ptr<void>(x), ptr<void>(residual), ptr<void>(weight), ptr<void>(out), groups, width, stride, eps,
-                          Type(type), wide, centered, weight_stride, ptr<float>(bias)});
+  submit_rows(rows, &Kernels::norm,
+              Norm{ptr<void>(x), ptr<void>(residual), ptr<void>(weight), ptr<void>(out), groups, width, stride, eps,
+                   Type(type), wide, centered, weight_stride, ptr<float>(bias)});
 }
 
 void rope(Address x, Address out, Address positions, Address table, int64_t tokens, int64_t heads, int64_t dim,
           int64_t stride, int64_t rotary, bool interleaved, int type) {
-  run_or_record_rows(tokens, &Kernels::rope,
-                     Rope{ptr<void>(x), ptr<void>(out), ptr<int64_t>(positions), ptr<float>(table), heads, dim, stride,
-                          rotary, Type(type), interleaved});
+  submit_rows(tokens, &Kernels::rope,
+              Rope{ptr<void>(x), ptr<void>(out), ptr<int64_t>(positions), ptr<float>(table), heads, dim, stride, rotary,
+                   Type(type), interleaved});
 }
 
 void activate(Address x, Address out, int64_t rows, int64_t each, int64_t width, int64_t stride, int64_t out_stride,
               int activation, bool gated, int type) {
-  run_or_record_rows(
-      rows, each, &Kernels::activate,
-      Activate{ptr<void>(x), ptr<void>(out), width, stride, out_stride, Type(type), Activation(activation), gated});
+  submit_rows(rows, each, &Kernels::activate,
+              Activate{ptr<void>(x), ptr<void>(out), width, stride, out_stride, Type(type), Activation(activation), gated});
 }
 
 void scale(Address x, Address out, int64_t rows, int64_t width, float factor, float cap, int type) {
-  run_or_record_rows(rows, &Kernels::scale, Scale{ptr<void>(x), ptr<void>(out), width, factor, cap, Type(type)});
+  submit_rows(rows, &Kernels::scale, Scale{ptr<void>(x), ptr<void>(out), width, factor, cap, Type(type)});
 }
 
 void to_float32(Address x, Address out, int64_t rows, int64_t width, int type) {
-  run_or_record_rows(rows, &Kernels::to_float32, ToFloat32{ptr<void>(x), ptr<float>(out), width, Type(type)});
+  submit_rows(rows, &Kernels::to_float32, ToFloat32{ptr<void>(x), ptr<float>(out), width, Type(type)});
 }
 
 void store(Address k, Address v, Address cache, Address slots, int64_t tokens, int64_t kv_heads, int64_t dim,
            int64_t block_size, int64_t stride_k, int64_t stride_v, int type, bool quantized) {
-  run_or_record_rows(tokens, &Kernels::store,
-                     Store{ptr<void>(k), ptr<void>(v), ptr<void>(cache), ptr<int64_t>(slots), kv_heads, dim,
-                           panel_positions(block_size), stride_k, stride_v, Type(type), quantized});
+  submit_rows(tokens, &Kernels::store,
+              Store{ptr<void>(k), ptr<void>(v), ptr<void>(cache), ptr<int64_t>(slots), kv_heads, dim,
+                    panel_positions(block_size), stride_k, stride_v, Type(type), quantized});
 }
 
 // Tokens with a negative place are not copied. `progress` (int64, may be null) is incremented after the copy.
@@ -526,16 +524,16 @@ template <auto kernel>
 void transfer_kv(Address cache, Address buffer, Address slots, Address places, int64_t tokens, int64_t kv_heads, int64_t dim,
                  int64_t block_size, int64_t all_heads, int64_t first_head, int64_t slot_tokens, int64_t slot_bytes,
                  int64_t offset, int type, bool quantized, bool latent, Address progress) {
-  run_or_record({tokens, 0}, [=](Size size) {
+  submit({tokens, 0}, [=](Size size) {
     thread_local std::vector<int64_t> selected;
     selected.clear();
     for (int64_t token = 0; token < size.tokens; token++)
       if (ptr<int64_t>(places)[token] >= 0) selected.push_back(token);
     if (selected.empty()) return;
     const auto args =
-        make_aggregate<KVTransfer>(ptr<void>(cache), ptr<char>(buffer) + offset, ptr<int64_t>(slots), ptr<int64_t>(places),
-                                   selected.data(), int64_t(selected.size()), kv_heads, dim, panel_positions(block_size),
-                                   all_heads, first_head, slot_tokens, slot_bytes, Type(type), quantized, latent);
+        make<KVTransfer>(ptr<void>(cache), ptr<char>(buffer) + offset, ptr<int64_t>(slots), ptr<int64_t>(places),
+                         selected.data(), int64_t(selected.size()), kv_heads, dim, panel_positions(block_size), all_heads,
+                         first_head, slot_tokens, slot_bytes, Type(type), quantized, latent);
     pool()->run(ceil_div(args.count, kRowsPerTask), [&](int64_t task) { (kernels->*kernel)(args, task); });
     if (progress) ptr<std::atomic<int64_t>>(progress)->fetch_add(1, std::memory_order_release);
   });
@@ -581,12 +579,12 @@ void attention(Address q, Address out, Address cache, Address block_tables, Addr
                int64_t sequences, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, int64_t table_width,
                int64_t window, int64_t out_stride, float scale, int type, bool quantized, float cap, Address sinks,
                int64_t latent, bool causal, Address key_ends, bool chunked) {
-  run_or_record({0, sequences}, [=](Size size) {
+  submit({0, sequences}, [=](Size size) {
     const int32_t* starts = ptr<int32_t>(query_starts);
-    auto args = make_aggregate<Attention>(ptr<void>(q), ptr<void>(out), ptr<void>(cache), ptr<int32_t>(block_tables), starts,
-                                          ptr<int32_t>(lengths), nullptr, 0, heads, kv_heads, dim, block_size, table_width,
-                                          window, out_stride, scale, Type(type), quantized, cap, ptr<float>(sinks), latent,
-                                          kernels->attention_rows, nullptr, causal, ptr<int32_t>(key_ends), chunked);
+    auto args = make<Attention>(ptr<void>(q), ptr<void>(out), ptr<void>(cache), ptr<int32_t>(block_tables), starts,
+                                ptr<int32_t>(lengths), nullptr, 0, heads, kv_heads, dim, block_size, table_width, window,
+                                out_stride, scale, Type(type), quantized, cap, ptr<float>(sinks), latent,
+                                kernels->attention_rows, nullptr, causal, ptr<int32_t>(key_ends), chunked);
     if (latent) {
       const LatentTasks tasks = latent_tasks(starts, args.lengths, size.sequences, heads, latent);
       args.tiles = tasks.tiles.data(), args.tasks = int64_t(tasks.tiles.size()) / 4;
@@ -610,20 +608,18 @@ void latent_store(Address q, Address k, Address latent, Address out, Address pos
                   Address slots, int64_t tokens, int64_t heads, int64_t rope, int64_t dim, int64_t block_size,
                   int64_t q_stride, int64_t q_head, int64_t k_stride, int64_t latent_stride, int64_t out_stride,
                   int64_t out_head, bool interleaved, int type, bool quantized) {
-  run_or_record_rows(
-      tokens, &Kernels::latent_store,
-      make_aggregate<LatentStore>(ptr<void>(q), ptr<void>(k), ptr<void>(latent), ptr<void>(out), ptr<int64_t>(positions),
-                                  ptr<float>(table), ptr<void>(cache), ptr<int64_t>(slots), heads, rope, dim,
-                                  panel_positions(block_size), q_stride, q_head, k_stride, latent_stride, out_stride,
-                                  out_head, interleaved, Type(type), quantized));
+  submit_rows(tokens, &Kernels::latent_store,
+              make<LatentStore>(ptr<void>(q), ptr<void>(k), ptr<void>(latent), ptr<void>(out), ptr<int64_t>(positions),
+                                ptr<float>(table), ptr<void>(cache), ptr<int64_t>(slots), heads, rope, dim,
+                                panel_positions(block_size), q_stride, q_head, k_stride, latent_stride, out_stride, out_head,
+                                interleaved, Type(type), quantized));
 }
 
 void linear_by_head(Address x, const Matrix& matrix, Address out, int64_t x_stride, int64_t x_head, int64_t out_stride,
                     int64_t out_head, int64_t rows, int64_t heads, int64_t outputs) {
-  run_or_record({rows, 0}, [=](Size size) {
-    const auto args =
-        make_aggregate<LinearByHead>(matrix, ptr<void>(x), ptr<void>(out), x_stride, x_head, out_stride, out_head,
-                                     size.tokens, heads, outputs, ceil_div(outputs, kPanel) * kPanel);
+  submit({rows, 0}, [=](Size size) {
+    const auto args = make<LinearByHead>(matrix, ptr<void>(x), ptr<void>(out), x_stride, x_head, out_stride, out_head,
+                                         size.tokens, heads, outputs, ceil_div(outputs, kPanel) * kPanel);
     const int64_t tasks = heads * ceil_div(args.rows, kernels->linear_rows);
     pool()->run(tasks, [&](int64_t task) { kernels->linear_by_head(args, task); });
   });
@@ -631,18 +627,18 @@ void linear_by_head(Address x, const Matrix& matrix, Address out, int64_t x_stri
 
 // Waits for the other ranks.
 void barrier(Group& group) {
-  run_or_record({0, 0}, [&group](Size) { group.barrier(); });
+  submit({0, 0}, [&group](Size) { group.barrier(); });
 }
 
 // Barrier with an all-gather between nodes of the rows at `data`: `each` rows per token.
 void gather_part(Group& group, Address data, int64_t row_bytes, int64_t stride, int64_t rows, int64_t each) {
-  run_or_record({rows, 0}, [=, &group](Size size) { group.gather(ptr<void>(data), row_bytes, stride, size.tokens * each); });
+  submit({rows, 0}, [=, &group](Size size) { group.gather(ptr<void>(data), row_bytes, stride, size.tokens * each); });
 }
 
 // Like `gather_part`, with the rows of `data` whose ids are in [first, end).
 void gather_rows(Group& group, Address data, int64_t row_bytes, Address ids, int64_t rows, int64_t each, int64_t first,
                  int64_t end) {
-  run_or_record({rows, 0}, [=, &group](Size size) {
+  submit({rows, 0}, [=, &group](Size size) {
     group.gather_rows(ptr<void>(data), row_bytes, ptr<int64_t>(ids), size.tokens * each, first, end);
   });
 }
@@ -707,9 +703,9 @@ NB_MODULE(_kernels, m) {
               int64_t rotation, bool x_in_groups, int format, int type) {
              const GroupValues group_scales{ptr<void>(scales), GroupType(scale_type)};
              const GroupValues group_offsets{ptr<void>(offsets), GroupType(offset_type)};
-             new (self) Matrix(make_aggregate<Matrix>(ptr<void>(panels), group_scales, group_offsets,
-                                                      ptr<float>(output_scales), ptr<float>(bias), ptr<int32_t>(order), in,
-                                                      outputs, group, rotation, x_in_groups, Format(format), Type(type)));
+             new (self) Matrix(make<Matrix>(ptr<void>(panels), group_scales, group_offsets, ptr<float>(output_scales),
+                                            ptr<float>(bias), ptr<int32_t>(order), in, outputs, group, rotation, x_in_groups,
+                                            Format(format), Type(type)));
            })
       .def_prop_ro("panel_bytes", &panel_bytes);
   nb::class_<Graph>(m, "Graph")

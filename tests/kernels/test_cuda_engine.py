@@ -228,7 +228,7 @@ def test_it_is_refused_where_there_is_no_gpu() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     for flags, words in (
         ("--device cuda", "device: no GPU found"),
-        ("--ops cuda --device cpu", "the CUDA kernels do not run on cpu: give device cuda"),
+        ("--ops cuda --device cpu", "the CUDA kernels do not run on cpu: use device cuda"),
     ):
         command = [sys.executable, "-m", "penstock.cli.main", "generate", *flags.split(), "Hello"]
         said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)

@@ -76,7 +76,7 @@ def test_products(name: str, dtype: torch.dtype) -> None:
         if format.bits:
             again = matrix.from_packed(tensors, inputs, outputs, dtype, given, format)
             assert torch.equal(matrix.linear(x, again), out[:, :outputs])
-            with pytest.raises(PenstockError, match="another size"):
+            with pytest.raises(PenstockError, match="unexpected size"):
                 matrix.from_packed(tensors, inputs, outputs + 64, dtype, given, format)
 
 
@@ -219,7 +219,7 @@ def draw_adapters(rng: Random, inputs: int, sizes: list[int], dtype: torch.dtype
 @pytest.mark.parametrize(("seed", "dtype"), [(0, torch.float16), (1, torch.float32), (2, torch.float16)])
 def test_adapters(seed: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of several adapters and of none, in any order: each as if it were alone."""
-    monkeypatch.setattr(lora, "FEW", 20)
+    monkeypatch.setattr(lora, "SMALL_TILE_TOKENS", 20)
     monkeypatch.setattr(lora, "SPLIT", 128)
     rng = Random(seed)
     rows, inputs, sizes = 40, rng.randint(100, 300), [rng.randint(1, 90) for _ in range(rng.randint(1, 3))]

@@ -65,8 +65,7 @@ class Group:
     RANK_BYTES: int
     """Bytes of shared memory per rank."""
     STEP_BITS: int
-    """Number of low bits of a rank's progress, which count the barriers of a step; the higher bits are the step number.
-    """
+    """Number of low bits of a rank's progress, which count the barriers of a step. The other bits are the step."""
     def __init__(self, memory: int, rank: int, size: int, spins: int, seconds: float, /) -> None: ...
     def connect(self, socket: int, rank: int, sends: bool, receives: bool, capacity: int, /) -> None: ...
     def begin(self, step: int, /) -> None: ...
@@ -108,7 +107,7 @@ def argmax_by_sketch(
     sketch: Sketch,
     bitmask: int,
     out: int,
-    max_values: int,
+    values: int,
     rows: int,
     /,
 ) -> bool: ...

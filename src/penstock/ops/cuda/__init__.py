@@ -1,7 +1,7 @@
-"""The CUDA backend: Triton kernels, batch-invariant for one GPU architecture and version of Triton.
+"""The CUDA backend: Triton kernels, batch-invariant per GPU architecture and Triton version.
 
-Modules here launch the kernels of ``kernels``, and own the memory. No op waits for the GPU, and none reads a value from
-it, so that steps can be captured as CUDA graphs.
+These modules launch the kernels in ``kernels``, and own the memory. No op synchronizes with the GPU or reads a value
+from it, so that steps can be captured as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -57,41 +57,36 @@ BATCH_INVARIANT = True
 """False after ``set_batch_invariant(False)``."""
 ASYNCHRONOUS = True
 NUMERICS = 1
-"""Version of the kernels' results: raised with every change that changes the bits of any of them."""
+"""Version of the kernels' results, raised with every change of their bits."""
 MIN_CAPABILITY = (8, 0)
-"""Compute capability of the oldest GPUs that the kernels are compiled for, Ampere."""
+"""Minimum compute capability (Ampere)."""
 
 
 def check(device: torch.device) -> None:
-    """Raise ``PenstockError`` (``unsupported``) where the kernels cannot run on a device."""
+    """Raise ``PenstockError`` (``unsupported``) if the kernels cannot run on a device."""
     if device.type != "cuda":
         if INTERPRETED:
             return
-        message = (
-            f"the CUDA kernels do not run on {device}: give device cuda (TRITON_INTERPRET=1 interprets them, for tests)"
-        )
+        message = f"the CUDA kernels do not run on {device}: use device cuda (or TRITON_INTERPRET=1 for tests)"
         raise PenstockError(Code.UNSUPPORTED, message, "ops")
     if (capability := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
-        needed, own = (".".join(map(str, each)) for each in (MIN_CAPABILITY, capability))
-        message = (
-            f"the CUDA kernels need compute capability {needed} (Ampere), and {device} has {own}: give ops reference"
-        )
-        raise PenstockError(Code.UNSUPPORTED, message, "ops")
+        needed, actual = ("{}.{}".format(*version) for version in (MIN_CAPABILITY, capability))
+        message = f"the CUDA kernels require compute capability {needed} (Ampere), but {device} has {actual}"
+        raise PenstockError(Code.UNSUPPORTED, f"{message}: use ops reference", "ops")
 
 
 def set_threads(count: int) -> None:
-    """The host only launches kernels."""
+    """Do nothing, as the host only launches kernels."""
 
 
 def fingerprint() -> str:
-    """Backend, GPU architecture, and versions of compiler and kernels, which decide the bits of results."""
-    where = "interpreted" if INTERPRETED else "sm{}{}".format(*torch.cuda.get_device_capability())
-    return f"{NAME}-{where}-triton{triton.__version__}-{NUMERICS}{'' if BATCH_INVARIANT else '-cublas'}"
+    """Backend, GPU architecture, and versions of Triton and the kernels, which determine the bits of results."""
+    target = "interpreted" if INTERPRETED else "sm{}{}".format(*torch.cuda.get_device_capability())
+    return f"{NAME}-{target}-triton{triton.__version__}-{NUMERICS}{'' if BATCH_INVARIANT else '-cublas'}"
 
 
 def set_batch_invariant(enabled: bool) -> None:
-    """Whether results are batch-invariant from now on. Otherwise products of weights that are not quantized are
-    cuBLAS's."""
+    """Enable or disable batch invariance. If disabled, products of unquantized weights use cuBLAS."""
     global BATCH_INVARIANT
     BATCH_INVARIANT = enabled
     use_cublas(not enabled)

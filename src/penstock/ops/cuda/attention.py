@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache, for any mixture of decoding and prefill."""
+"""Attention over the paged KV cache, for mixed batches of prefill and decode."""
 
 from __future__ import annotations
 
@@ -18,71 +18,72 @@ from .kv_cache import LayerCache, block_strides
 from .launch import architecture, launch, sm_count
 
 SPLIT = 256
-"""Positions of a split: the smallest part of a sequence that a program may walk alone. Bits depend on it."""
+"""Positions of a split, the smallest part of a sequence that a program may process separately. Bits depend on it."""
 ITEMS = 4
-"""Work items for each program, at least, where sequences are long enough: programs then end together within a quarter
-of their time."""
+"""Minimum number of work items per program, if sequences are long enough. Programs then end within a quarter of their
+time of each other."""
 WORKSPACE_BYTES = 64 << 20
-"""Of the partial results of split sequences. Those that do not fit are not split."""
+"""Size of the workspace for partial results in bytes. Sequences whose results do not fit are not split."""
 PLAN_BLOCK = 1024
-"""Sequences that the plan looks at together."""
+"""Number of sequences that the plan kernel processes at a time."""
 REDUCE_PROGRAMS = 4
-"""Of the reduction, for each multiprocessor."""
+"""Number of programs of the reduction per multiprocessor."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """How the work is cut for programs. Only ``tile`` changes bits: of one GPU and cache it is always the same."""
+    """Kernel configuration. Only ``tile`` changes bits; it is constant for a GPU and cache."""
 
     tile: int
-    """Positions that are walked at once."""
+    """Number of positions that are processed at a time."""
     rows: int
-    """Of a tile of queries: heads times tokens. A multiple of 64, so that Hopper multiplies all with the same kind of
-    instructions."""
+    """Rows of a tile of queries (heads times tokens), a multiple of 64, so that Hopper uses the same kind of
+    instructions for all."""
     num_warps: int
     num_stages: int
     programs: int
-    """For each multiprocessor."""
+    """Number of programs per multiprocessor."""
     in_memory: bool
-    """As in the kernel."""
+    """See ``kernels.attention.attention``."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The work items of a step, for the layers of one shape, and memory for partial results."""
+    """Work items of a step, for layers of the same shape, and memory for partial results."""
 
     variant: Variant
     tensor: Tensor
     programs: int
     group_tile: int
-    """Heads of a tile of queries."""
+    """Number of heads of a tile of queries."""
     head_tiles: int
-    """Tiles of a token's heads."""
+    """Number of tiles of the heads of a token."""
     partial: Tensor
-    """Accumulators, with a row of numbers for each split and head."""
+    """Accumulators, with one row per split, token and head."""
     partial_sums: Tensor
-    """Two numbers for each row of ``partial``."""
+    """Maximum and sum for each row of ``partial``."""
     first_row: int
-    """Row of ``partial`` from which on each program has its own."""
+    """First row of the part of ``partial`` that is divided among programs."""
 
 
 def choose(
     decode: bool, item_bytes: int, quantization: str, group: int, dim: int, capability: tuple[int, int]
 ) -> Variant:
-    """The variant for a step: tiles as large as registers allow without spilling, which the compiler has told.
+    """Choose the configuration for a step: tiles as large as possible without spilling registers, as measured by
+    compilation.
 
-    Decoding reads keys and values for a few rows, and is bound by memory: two programs on a multiprocessor, so that one
-    reads while the other computes. Prefill shares what it reads among as many rows as possible. The loop has loads that
-    depend on another one (of the block table), so that two tiles are in flight with 5 stages, and one with 3.
+    Decoding reads keys and values for a few rows, and is memory-bound: two programs per multiprocessor, so that one
+    reads while the other computes. Prefill shares what it reads among as many rows as possible. The loop has dependent
+    loads (through the block table), so that 5 stages have two tiles in flight, and 3 stages one.
 
     Args:
-        decode: whether sequences have few queries.
-        item_bytes: of a number in queries.
-        group: heads that share keys and values.
-        dim: of a head, as a power of two.
+        decode: sequences have few queries.
+        item_bytes: size of an element of queries.
+        group: number of heads per KV head.
+        dim: head size, rounded up to a power of two.
     """
-    odd = group & (group - 1)  # rows are then divided by no power of two, which takes a few registers more
-    if item_bytes == 4:  # float32 is for checks: it has no matrix instructions
+    odd = group & (group - 1)  # dividing rows by it takes a few more registers
+    if item_bytes == 4:  # float32 is for tests: it has no matrix instructions
         return Variant(32, 64, 8, 1, 1, True)
     if dim > 128:
         return Variant(32, 64, 8, 3, 1, True)
@@ -102,7 +103,7 @@ def choose(
 
 @cached
 def workspace(device: torch.device, size: int) -> Tensor:
-    """Memory for partial results, which all layers and steps on a device share; its address never changes."""
+    """Return memory for partial results, shared by all layers and steps on a device, at a fixed address."""
     return torch.empty(size // 4, dtype=torch.float32, device=device)
 
 
@@ -114,10 +115,10 @@ def plan_of(
     dim: int,
     options: AttentionOptions,
 ) -> Plan:
-    """The plan of a step: the one that a layer before has made, if it has the same shape.
+    """Return the plan of a step, which layers of the same shape share.
 
     Args:
-        dim: numbers of a value.
+        dim: size of a value.
     """
     key = (variant, heads, kv_heads, dim, options.window, options.causal)
     if metadata.plan is None:
@@ -165,7 +166,7 @@ def reduce_splits(
     num_stages: int = 6,
     max_warps: int = 8,
 ) -> None:
-    """Reduce the sequences that were split, if the block tables have room for any, to ``out``."""
+    """Reduce the split sequences to ``out``, if the block tables are large enough for any."""
     sequences, table_width = metadata.block_tables.shape
     if table_width * spec.block_size <= SPLIT:  # no sequence has two splits
         return
@@ -202,10 +203,10 @@ def reduce_splits(
 def attention(
     q: Tensor, cache: LayerCache, metadata: AttentionMetadata, options: AttentionOptions, out: Tensor | None = None
 ) -> Tensor:
-    """As ``reference.attention``, in three kernels: a plan of the work, which layers of one shape share
-    (``metadata.plan``), attention, and the reduction of sequences that were split.
+    """See ``reference.attention``. Runs three kernels: a plan of the work, which layers of the same shape share
+    (``metadata.plan``), attention, and the reduction of split sequences.
 
-    Tensors of ``metadata`` may have room for more sequences than there are: those have no queries and length 0.
+    Tensors of ``metadata`` may be padded with sequences without queries and of length 0.
     """
     spec = cache.spec
     tokens, heads, dim = q.shape

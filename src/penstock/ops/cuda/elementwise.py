@@ -1,4 +1,4 @@
-"""Row-wise kernels: norms, rotary embedding, activations, factors, and rows by index."""
+"""Row-wise kernels: norms, rotary embedding, activations, scaling, and row selection."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from .kernels import elementwise as kernels
 from .launch import launch
 
 COLUMNS = 1024
-"""Columns of a row that a program computes, where columns do not depend on each other."""
+"""Number of columns of a row that a program computes, in kernels without reductions."""
 HEADS = 8
-"""Heads that a program rotates."""
+"""Number of heads that a program rotates."""
 
 
 def power_of_two(size: int) -> int:
-    """The smallest power of two that is not below ``size``."""
+    """Round up to a power of two."""
     return 1 << (size - 1).bit_length()
 
 
 def norm_warps(size: int) -> int:
-    """Warps for a row: 16 bytes of 16-bit numbers a thread, as rows are read at once."""
+    """Number of warps for a row, which is read at once: 16 bytes of 16-bit elements per thread."""
     return min(max(power_of_two(size) // 256, 1), 32)
 
 
 def index_select(x: Tensor, rows: Tensor) -> Tensor:
-    """As ``reference.index_select``."""
+    """See ``reference.index_select``."""
     return torch.index_select(x, 0, rows)
 
 
 def clone(x: Tensor) -> Tensor:
-    """As ``reference.clone``."""
+    """See ``reference.clone``."""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As ``reference.rms_norm``, of ``[tokens, size]`` or ``[tokens, heads, size]``, whose tokens may lie apart."""
+    """See ``reference.rms_norm``. ``x`` is ``[tokens, size]`` or ``[tokens, heads, size]``; tokens may be strided."""
     size = x.shape[-1]
     heads = x.shape[1] if x.dim() == 3 else 1
     assert x.stride(-1) == 1 and (heads == 1 or x.stride(1) == size)
@@ -58,7 +58,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As ``reference.add_rms_norm``; ``residual`` is changed in place."""
+    """See ``reference.add_rms_norm``. ``residual`` is changed in place."""
     rows, size = x.shape
     assert x.stride(1) == 1 and residual.is_contiguous()
     out = torch.empty_like(residual)
@@ -79,7 +79,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """As ``reference.layer_norm``."""
+    """See ``reference.layer_norm``."""
     size = x.shape[-1]
     heads = x.shape[1] if x.dim() == 3 else 1
     assert x.stride(-1) == 1 and (heads == 1 or x.stride(1) == size) and weight.is_contiguous()
@@ -103,7 +103,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 def scale(x: Tensor, factor: float, cap: float = 0.0) -> Tensor:
-    """As ``reference.scale``."""
+    """See ``reference.scale``."""
     rows, size = x.shape
     assert x.stride(1) == 1
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -113,12 +113,12 @@ def scale(x: Tensor, factor: float, cap: float = 0.0) -> Tensor:
 
 
 def to_float32(x: Tensor) -> Tensor:
-    """As ``reference.to_float32``."""
+    """See ``reference.to_float32``."""
     return x.float()
 
 
 def add_residual(x: Tensor, residual: Tensor) -> Tensor:
-    """As ``reference.add_residual``; ``residual`` is changed in place."""
+    """See ``reference.add_residual``. ``residual`` is changed in place."""
     rows, size = x.shape
     assert x.stride(1) == 1 and residual.is_contiguous()
     launch(kernels.add, (rows, -(-size // COLUMNS)), x, residual, x.stride(0), SIZE=size, BLOCK=COLUMNS)
@@ -126,14 +126,14 @@ def add_residual(x: Tensor, residual: Tensor) -> Tensor:
 
 
 def rope(x: Tensor, positions: Tensor, table: Tensor, interleaved: bool = False) -> Tensor:
-    """As ``reference.rope``."""
+    """See ``reference.rope``."""
     tokens, heads, dim = x.shape
     assert x.stride(2) == 1 and (x.stride(1) == dim or heads == 1)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if interleaved or table.shape[1] < dim:
         half = table.shape[1] // 2
         launch(
-            kernels.rope_some,
+            kernels.rope_partial,
             (tokens, -(-heads // HEADS)),
             x,
             positions,
@@ -168,12 +168,12 @@ def rope(x: Tensor, positions: Tensor, table: Tensor, interleaved: bool = False)
 
 
 def activation(x: Tensor, function: str, out: Tensor | None = None) -> Tensor:
-    """As ``reference.activation``."""
+    """See ``reference.activation``."""
     return _activate(x, x.shape[1], function, out, gated=False)
 
 
 def activation_and_mul(gate_up: Tensor, function: str, out: Tensor | None = None) -> Tensor:
-    """As ``reference.activation_and_mul``, of two dimensions."""
+    """See ``reference.activation_and_mul``. ``gate_up`` has two dimensions."""
     return _activate(gate_up, gate_up.shape[1] // 2, function, out, gated=True)
 
 

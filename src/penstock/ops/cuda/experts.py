@@ -1,4 +1,4 @@
-"""Mixture of experts: products with the matrices of several experts in one launch."""
+"""Mixture of experts: the products of several experts in one launch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from penstock.core import Code, PenstockError
 from .elementwise import COLUMNS, power_of_two
 from .kernels import experts as kernels
 from .launch import launch
-from .matrix import Choices, Matrix, product, tile_of
+from .matrix import ExpertAssignments, Matrix, product, tile_of
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Matrices of one shape and format, which lie behind each other."""
+    """Stacked matrices of experts, of one shape and format."""
 
     matrix: Matrix
-    """The first one, whose tensors are ``[experts, ...]``."""
+    """Matrix of the first expert; its tensors are ``[experts, ...]``."""
     first: int
     count: int
     weight_size: int
@@ -30,20 +30,18 @@ class Experts:
 
 
 def stack_experts(matrices: Sequence[Matrix], first: int = 0) -> Experts:
-    """As ``reference.stack_experts``. Raises ``PenstockError``: ``internal`` for matrices that differ in shape or
-    format, ``unsupported`` for those whose inputs are in an order of their own."""
-    kinds = {(each.outputs, each.inputs, each.dtype, each.format) for each in matrices}
-    if len(kinds) != 1:
-        raise PenstockError(Code.INTERNAL, "experts of a layer differ in shape or format")
-    if any("order" in each.tensors for each in matrices):
-        message = "experts that GPTQ has quantized with desc_act, of which each has inputs in another order, on GPUs"
+    """See ``reference.stack_experts``. Raises ``PenstockError``: ``internal`` for different shapes or formats,
+    ``unsupported`` for permuted inputs (act-order)."""
+    if len({(m.outputs, m.inputs, m.dtype, m.format) for m in matrices}) != 1:
+        raise PenstockError(Code.INTERNAL, "the experts of a layer differ in shape or format")
+    if any("order" in matrix.tensors for matrix in matrices):
+        message = "experts quantized by GPTQ with desc_act (permuted inputs) are not supported on GPUs"
         raise PenstockError(Code.UNSUPPORTED, message, "quantization")
-    one = matrices[0]
-    tensors = {name: torch.stack([each.tensors[name] for each in matrices]) for name in one.tensors}
+    tensors = {name: torch.stack([matrix.tensors[name] for matrix in matrices]) for name in matrices[0].tensors}
     sizes = {name: tensor[0].numel() for name, tensor in tensors.items()}
-    biases = [each.bias for each in matrices if each.bias is not None]
+    biases = [matrix.bias for matrix in matrices if matrix.bias is not None]
     stacked = replace(
-        one,
+        matrices[0],
         tensors={name: tensor.flatten(0, 1) for name, tensor in tensors.items()},
         bias=torch.cat(biases) if biases else None,
     )
@@ -51,7 +49,7 @@ def stack_experts(matrices: Sequence[Matrix], first: int = 0) -> Experts:
 
 
 def select_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """As ``reference.select_experts``."""
+    """See ``reference.select_experts``."""
     tokens, experts = logits.shape
     ids = logits.new_empty((tokens, routing.top_k), dtype=torch.int64)
     weights = logits.new_empty((tokens, routing.top_k))
@@ -69,24 +67,24 @@ def select_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None)
         GROUPS=routing.groups,
         TOP_GROUPS=routing.top_groups,
         SIGMOID=routing.scores == "sigmoid",
-        TWO_BEST=routing.group_score == "two best",
+        SUM_TOP2=routing.group_score == "two best",
         RENORMALIZE=routing.renormalize,
         SIZE=power_of_two(experts),
-        CHOICES=power_of_two(routing.top_k),
+        TOP_K_SIZE=power_of_two(routing.top_k),
         num_warps=1 if experts <= 128 else 4,
     )
     return ids, weights
 
 
 def experts_linear(x: Tensor, experts: Experts, ids: Tensor, out: Tensor | None = None) -> Tensor:
-    """As ``reference.experts_linear``."""
+    """See ``reference.experts_linear``."""
     return _products(x, experts, ids, out)
 
 
 def experts_activation_and_mul(
     x: Tensor, experts: Experts, ids: Tensor, function: str, out: Tensor | None = None
 ) -> Tensor:
-    """As ``reference.experts_activation_and_mul``."""
+    """See ``reference.experts_activation_and_mul``."""
     return _products(x, experts, ids, out, function)
 
 
@@ -95,26 +93,27 @@ def _products(x: Tensor, experts: Experts, ids: Tensor, out: Tensor | None, gate
     size = matrix.outputs // 2 if gated else matrix.outputs
     out = x.new_empty((tokens, top_k, size)) if out is None else out
     rows = x if x.dim() == 2 else x.flatten(0, 1)
-    per_row = top_k if x.dim() == 2 else 1
-    product(rows, matrix, out.flatten(0, 1), gated, _group(rows, experts, ids, per_row))
+    assignments_per_row = top_k if x.dim() == 2 else 1
+    product(rows, matrix, out.flatten(0, 1), gated, _group_assignments(rows, experts, ids, assignments_per_row))
     return out
 
 
-def _group(x: Tensor, experts: Experts, ids: Tensor, per_row: int) -> Choices:
-    """Tiles of the choices of each expert: as many as there may be, since no launch may depend on what was chosen."""
+def _group_assignments(x: Tensor, experts: Experts, ids: Tensor, assignments_per_row: int) -> ExpertAssignments:
+    """Group assignments by expert, in tiles. The number of tiles is an upper bound, as no launch may depend on the
+    selection."""
     matrix, count = experts.matrix, ids.numel()
     busy = min(experts.count, count)
     tile = tile_of(x, -(-count // experts.count), matrix.outputs * max(busy, 1), matrix.format)
     tiles = count // tile.bt + busy
-    places = torch.full((tiles * (tile.bt + 1),), -1, dtype=torch.int32, device=x.device)
-    choices, owners = places[: tiles * tile.bt], places[tiles * tile.bt :]
+    memory = torch.full((tiles * (tile.bt + 1),), -1, dtype=torch.int32, device=x.device)
+    assignments, tile_experts = memory[: tiles * tile.bt], memory[tiles * tile.bt :]
     size = power_of_two(experts.count)
     launch(
-        kernels.group_choices,
+        kernels.group_assignments,
         (experts.count,),
         ids,
-        choices,
-        owners,
+        assignments,
+        tile_experts,
         experts.first,
         experts.count,
         count,
@@ -122,13 +121,15 @@ def _group(x: Tensor, experts: Experts, ids: Tensor, per_row: int) -> Choices:
         SIZE=size,
         BLOCK=min(max(8192 // size, 16), 128),
     )
-    return Choices(choices, owners, per_row, tile, experts.weight_size, experts.scales_size)
+    return ExpertAssignments(
+        assignments, tile_experts, assignments_per_row, tile, experts.weight_size, experts.scales_size
+    )
 
 
 def combine_experts(
     x: Tensor, weights: Tensor, shared: Tensor | None = None, gate: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """As ``reference.combine_experts``."""
+    """See ``reference.combine_experts``."""
     tokens, top_k, size = x.shape
     out = x.new_empty((tokens, size)) if out is None else out
     launch(

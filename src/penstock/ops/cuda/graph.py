@@ -1,9 +1,8 @@
-"""The forward pass on the GPU: a batch travels in one copy, and steps in which every sequence decodes replay CUDA
-graphs.
+"""Forward passes on the GPU: a batch is copied at once, and steps in which every sequence decodes replay CUDA graphs.
 
-A graph is a recorded list of launches, which starts without work on the host. It computes a fixed number of sequences,
-so one is recorded for each of some sizes, and a batch takes the next larger one. Its padding has no query tokens,
-stores nothing in the KV cache, and changes no bit of the other rows, since all kernels are batch-invariant.
+A graph has a fixed number of sequences, so graphs of several sizes are captured, and a batch uses the next larger one.
+The padding has no query tokens, stores nothing in the KV cache, and does not change the bits of other rows, as all
+kernels are batch-invariant.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from .launch import launch
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 16
-"""Bytes by which arrays are aligned, so that Triton compiles each kernel for aligned addresses only."""
+"""Alignment of arrays in bytes, so that Triton compiles kernels for aligned addresses only."""
 NUM_PINNED = 4
-"""Pinned buffers: more than steps that may be in flight, so that none is waited for."""
+"""Number of pinned buffers: more than steps in flight, so that no copy is waited for."""
 RESOLVE_BLOCK = 256
 WARM_UP_TOKENS = (1, 17, 65, 129, 257, 513, 1025, 2049, 4097, 8192)
-"""Tokens of the steps that are computed at the start, so that no request waits for the compiler: kernels' tiles are
-chosen by the number of tokens."""
+"""Numbers of tokens of warm-up steps at startup, so that requests do not wait for the compiler: tiles of kernels depend
+on the number of tokens."""
 MIN_BLOCK_SIZE = 16
 
 
 class Staging:
-    """Carries arrays to the GPU: packed in pinned memory, then copied at once, without waiting for the GPU."""
+    """Copies arrays to the GPU: packed in pinned memory, then copied at once, asynchronously."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -49,17 +48,17 @@ class Staging:
         self._next = 0
 
     def reserve(self, size: int) -> Tensor:
-        """``[size]`` uint8 of pinned host memory, to be filled before ``send``; waits until an earlier copy of that
-        memory has ended."""
+        """Return ``[size]`` uint8 of pinned host memory, to be filled before ``send``. Waits until an earlier copy of
+        this memory has ended."""
         if self._copied[self._next]:
             self._copied[self._next].synchronize()
         if self._buffers[self._next].numel() < size:
-            room = 1 << (size - 1).bit_length()
-            self._buffers[self._next] = torch.empty(room, dtype=torch.uint8, pin_memory=self._on_gpu)
+            capacity = 1 << (size - 1).bit_length()
+            self._buffers[self._next] = torch.empty(capacity, dtype=torch.uint8, pin_memory=self._on_gpu)
         return self._buffers[self._next][:size]
 
     def send(self, size: int, target: Tensor) -> None:
-        """Copy what was filled to ``target``, ``[size]`` uint8 on the device."""
+        """Copy the reserved memory to ``target``, ``[size]`` uint8 on the device."""
         target.copy_(self._buffers[self._next][:size], non_blocking=True)
         if self._on_gpu:
             self._copied[self._next] = torch.cuda.Event()
@@ -68,39 +67,39 @@ class Staging:
 
 
 class Layout:
-    """Places of tensors in one buffer.
+    """Offsets of tensors in one buffer.
 
     Args:
-        tensors: whose shapes and dtypes they have.
+        tensors: tensors with the shapes and dtypes of the layout.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._places = []
+        self._entries = []
         self.size = 0
-        """Bytes of the buffer."""
+        """Size of the buffer in bytes."""
         for tensor in tensors:
-            self._places.append((self.size, tensor.shape, tensor.dtype))
+            self._entries.append((self.size, tensor.shape, tensor.dtype))
             self.size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """The tensors in a buffer, ``[size]`` uint8."""
+        """Return views of the tensors in a buffer, ``[size]`` uint8."""
         return [
             buffer[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            for start, shape, dtype in self._places
+            for start, shape, dtype in self._entries
         ]
 
 
 class CapturedForward:
-    """A forward pass; arguments as for ``reference.capture``."""
+    """A captured forward pass. See ``reference.capture`` for the arguments."""
 
     def __init__(self, forward: ForwardFn, options: CaptureOptions) -> None:
         max_blocks, use_lora, hidden_states = options.max_blocks, options.use_lora, options.hidden_states
-        self._run = _resolved(forward, options.sampled)
+        self._run = _with_resolved_tokens(forward, options.sampled)
         self._device = device = options.device
         self._staging = Staging(device)
         self._graphs: dict[int, DecodeGraph] = {}
         self._sizes: list[int] = []
-        on_gpu, begun = device.type == "cuda", time.monotonic()
+        on_gpu, started = device.type == "cuda", time.monotonic()
         before = torch.cuda.memory_reserved(device) if on_gpu else 0
         pool, stream = (torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)) if on_gpu else (None, None)
         try:
@@ -109,10 +108,10 @@ class CapturedForward:
             for size in track("capturing CUDA graphs", sizes, len(sizes), "graph", logger):
                 batch = _decode_batch(size, max_blocks, use_lora)
                 self._graphs[size] = DecodeGraph(self._run, batch, self._staging, device, pool, stream)
-        except Exception as error:  # for example of a collective that cannot be captured
-            logger.warning("CUDA graphs are not used, since one could not be captured: %s", error, exc_info=error)
+        except Exception as error:  # for example a collective that cannot be captured
+            logger.warning("CUDA graphs are disabled, as a capture failed: %s", error, exc_info=error)
             self._graphs.clear()
-            with suppress(Exception):  # or PyTorch keeps to what a failed capture may not do: it frees nothing
+            with suppress(Exception):  # else PyTorch keeps the restrictions of a failed capture, and frees no memory
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool or (0, 0))
         self._sizes = sorted(self._graphs)
         if on_gpu:
@@ -120,12 +119,12 @@ class CapturedForward:
                 if tokens <= min(options.max_tokens, max_blocks * MIN_BLOCK_SIZE):
                     self._run(self._to_device(_prompt_batch(tokens, max_blocks, use_lora, hidden_states)))
         if self._sizes and on_gpu:
-            torch.cuda.empty_cache()  # of what the runs before captures had, which no other stream can take
-            size, seconds = torch.cuda.memory_reserved(device) - before, time.monotonic() - begun
-            logger.info("%d CUDA graphs captured in %.1f seconds, %.2f GB", len(self._sizes), seconds, size / 1e9)
+            torch.cuda.empty_cache()  # memory of the runs before captures, which no other stream can use
+            size, seconds = torch.cuda.memory_reserved(device) - before, time.monotonic() - started
+            logger.info("captured %d CUDA graphs in %.1f seconds, %.2f GB", len(self._sizes), seconds, size / 1e9)
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Compute a batch in host memory; the result is on the device, and valid until the next call."""
+        """Compute a batch in host memory. The result is on the device, and valid until the next call."""
         sequences = len(batch.attention.seq_lens)
         decodes = sequences == len(batch.token_ids) == len(batch.logits_indices)
         if decodes and batch.hidden_states is None and batch.export_places is None and not batch.slot_copies:
@@ -138,10 +137,10 @@ class CapturedForward:
         return out
 
     def _to_device(self, batch: Batch) -> Batch:
-        """The batch on the device, in one copy. ``export_places`` stay in host memory, as the transfer buffer does."""
-        given = _tensors(batch)
-        layout = Layout(given)
-        for view, tensor in zip(layout.views(self._staging.reserve(layout.size)), given, strict=True):
+        """Copy a batch to the device at once. ``export_places`` stay in host memory, like the transfer buffer."""
+        tensors = _tensors(batch)
+        layout = Layout(tensors)
+        for view, tensor in zip(layout.views(self._staging.reserve(layout.size)), tensors, strict=True):
             view.copy_(tensor)
         memory = torch.empty(layout.size, dtype=torch.uint8, device=self._device)
         self._staging.send(layout.size, memory)
@@ -152,8 +151,8 @@ class CapturedForward:
         return moved
 
 
-def _resolved(forward: ForwardFn, sampled: Tensor | None) -> ForwardFn:
-    """The forward pass of batches on the device, whose token ids may refer to ``sampled``."""
+def _with_resolved_tokens(forward: ForwardFn, sampled: Tensor | None) -> ForwardFn:
+    """Wrap a forward pass to resolve token ids that refer to ``sampled``."""
     if sampled is None:
         return forward
 
@@ -167,14 +166,14 @@ def _resolved(forward: ForwardFn, sampled: Tensor | None) -> ForwardFn:
 
 
 class DecodeGraph:
-    """The CUDA graph of one number of sequences, each with one token. On a CPU there is none, and the padded batch is
-    computed as it is.
+    """The CUDA graph of a fixed number of sequences, each with one token. On CPUs, the padded batch is computed without
+    a graph.
 
     Args:
         run: computes a batch on the device.
-        padding: a batch in host memory of as many sequences, none of which has a token.
-        pool: memory that graphs share.
-        stream: on which all of them are captured, since memory of one stream is no other's.
+        padding: batch in host memory of this number of sequences without tokens.
+        pool: memory pool that graphs share.
+        stream: stream on which all graphs are captured, as memory of a stream cannot be used by others.
     """
 
     def __init__(
@@ -201,7 +200,7 @@ class DecodeGraph:
         stream.wait_stream(torch.cuda.current_stream(device))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
-            run(self._batch())  # compiles and loads kernels, which a capture cannot
+            run(self._batch())  # compiles and loads kernels, which is not possible during capture
             stream.synchronize()
             self._captured = self._batch()
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads may use the GPU
@@ -213,7 +212,7 @@ class DecodeGraph:
         self._graph = graph
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Compute a batch in host memory of at most as many sequences."""
+        """Compute a batch in host memory with at most as many sequences."""
         memory = self._staging.reserve(self._layout.size)
         memory.copy_(self._padding)
         for view, tensor in zip(self._layout.views(memory), _tensors(batch), strict=True):
@@ -221,7 +220,7 @@ class DecodeGraph:
                 view[: tensor.shape[0], : tensor.shape[1]] = tensor
             else:
                 view[: len(tensor)] = tensor
-                if len(tensor) == len(batch.token_ids) + 1:  # query_start_loc: no queries behind the last sequence
+                if len(tensor) == len(batch.token_ids) + 1:  # query_start_loc: no queries after the last sequence
                     view[len(tensor) :] = len(batch.token_ids)
         self._staging.send(self._layout.size, self._memory)
         if self._graph:
@@ -234,12 +233,12 @@ class DecodeGraph:
         return self._out[:count]
 
     def _batch(self) -> Batch:
-        """The batch over the graph's memory: a new one for each run, since kernels leave their plan in it."""
+        """Return a batch over the graph's memory; a new one for each run, as kernels store their plan in it."""
         return _with_tensors(self._template, self._layout.views(self._memory))
 
 
 def _decode_batch(size: int, max_blocks: int, use_lora: bool) -> Batch:
-    """A batch of padding: ``size`` sequences without a token."""
+    """Create a batch of ``size`` padding sequences without tokens."""
     zeros, lengths = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int32)
     starts, tables = torch.zeros(size + 1, dtype=torch.int32), torch.zeros(size, max_blocks, dtype=torch.int32)
     metadata = AttentionMetadata(starts, lengths, tables)
@@ -248,7 +247,7 @@ def _decode_batch(size: int, max_blocks: int, use_lora: bool) -> Batch:
 
 
 def _prompt_batch(tokens: int, max_blocks: int, use_lora: bool, hidden_states: Tensor | None) -> Batch:
-    """A batch of one prompt, which stores nothing and reads the first block."""
+    """Create a batch of one prompt, which stores nothing and reads the first block."""
     zeros, starts = torch.zeros(tokens, dtype=torch.int64), torch.tensor([0, tokens], dtype=torch.int32)
     tables, lengths = torch.zeros(1, max_blocks, dtype=torch.int32), starts[1:].clone()
     slots = torch.full((tokens,), -1, dtype=torch.int32) if use_lora else None
@@ -267,20 +266,20 @@ def _prompt_batch(tokens: int, max_blocks: int, use_lora: bool, hidden_states: T
 
 
 def _tensors(batch: Batch) -> list[Tensor]:
-    """The tensors of a batch that travel; those of ``logits_attention`` and ``logits_lora_slots`` once where they are
-    the same."""
+    """Tensors of a batch to copy. Those of ``logits_attention`` and ``logits_lora_slots`` are omitted if they are the
+    same."""
     metadata = [batch.attention]
     if batch.logits_attention is not batch.attention:
         metadata.append(batch.logits_attention)
     slots = [] if batch.lora_slots is None else [batch.lora_slots]
     if batch.logits_lora_slots is not None and batch.logits_lora_slots is not batch.lora_slots:
         slots.append(batch.logits_lora_slots)
-    each = [tensor for one in metadata for tensor in (one.query_start_loc, one.seq_lens, one.block_tables)]
-    return [batch.token_ids, batch.positions, batch.slot_mapping, batch.logits_indices, *each, *slots]
+    tables = [tensor for m in metadata for tensor in (m.query_start_loc, m.seq_lens, m.block_tables)]
+    return [batch.token_ids, batch.positions, batch.slot_mapping, batch.logits_indices, *tables, *slots]
 
 
 def _with_tensors(batch: Batch, tensors: list[Tensor]) -> Batch:
-    """A batch with other tensors, in the order of ``_tensors``."""
+    """Replace the tensors of a batch, in the order of ``_tensors``."""
     token_ids, positions, slot_mapping, logits_indices, starts, lengths, tables, *rest = tensors
     attention = logits_attention = AttentionMetadata(starts, lengths, tables)
     if batch.logits_attention is not batch.attention:
@@ -302,12 +301,12 @@ def _with_tensors(batch: Batch, tensors: list[Tensor]) -> Batch:
 
 
 def is_capturing() -> bool:
-    """As ``reference.is_capturing``."""
+    """See ``reference.is_capturing``."""
     return torch.cuda.is_current_stream_capturing()
 
 
 def capture(forward: ForwardFn, options: CaptureOptions) -> ForwardFn:
-    """As ``reference.capture``. Raises ``ValueError`` for ``key_ends``, which the kernels do not know."""
+    """See ``reference.capture``. Raises ``ValueError`` for ``key_ends``, which the kernels do not support."""
     if options.key_ends:
-        raise ValueError("attention in both directions within images is computed on CPUs only")
+        raise ValueError("bidirectional attention within images (key_ends) is only supported on CPUs")
     return CapturedForward(forward, options)

@@ -1,4 +1,4 @@
-"""The paged KV cache: writing to it, and copying blocks and tokens out of it and back."""
+"""The paged KV cache: stores, and copies of blocks and tokens."""
 
 from __future__ import annotations
 
@@ -25,39 +25,39 @@ from .launch import MIN_FP8, architecture, launch
 MAX_BLOCK = 128
 MAX_HEAD = 256
 MAX_LATENT = 512
-"""Numbers of the largest value of a latent cache."""
+"""Largest value size of a latent cache."""
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    """Keys and values of one layer, as views of ``pool``."""
+    """KV cache of one layer, as views of ``pool``."""
 
     values: Tensor
-    """``[blocks, vectors, kv_heads, block_size, head_dim]``, with ``KVSpec.vectors``; blocks lie apart."""
+    """``[blocks, vectors, kv_heads, block_size, head_dim]`` (see ``KVSpec.vectors``); blocks are strided."""
     scales: Tensor | None
-    """``[blocks, vectors, kv_heads, block_size]`` float32 where the cache is quantized."""
+    """``[blocks, vectors, kv_heads, block_size]`` float32 if the cache is quantized."""
     spec: KVSpec
     pool: Tensor
-    """``[blocks, bytes]`` uint8: a block of all layers, one layer after the other, so that a block is copied whole."""
+    """``[blocks, bytes]`` uint8: a block contains all layers, one after the other, so that it is copied at once."""
 
 
 def new_kv_cache(specs: Sequence[KVSpec], blocks: int, device: torch.device) -> list[LayerCache]:
-    """As ``reference.new_kv_cache``. On the CPU it is memory that the GPU, if there is one, can read and write.
+    """See ``reference.new_kv_cache``. On the CPU, memory is page-locked, so that the GPU can access it.
 
-    Raises ``PenstockError`` where the kernels know no such blocks or heads.
+    Raises ``PenstockError`` for block sizes and head sizes without kernels.
     """
     for spec in specs:
         if spec.block_size % 16 or spec.block_size > MAX_BLOCK:
             raise invalid("block_size", f"must be a multiple of 16, at most {MAX_BLOCK}", MAX_BLOCK)
         if spec.quantization == "fp8" and architecture(device).capability < MIN_FP8:
-            words = "kv_cache_dtype fp8 needs a GPU of compute capability 8.9 or higher: give int8"
-            raise PenstockError(Code.UNSUPPORTED, words, "kv_cache_dtype")
+            message = "kv_cache_dtype fp8 requires a GPU of compute capability 8.9 or higher: use int8"
+            raise PenstockError(Code.UNSUPPORTED, message, "kv_cache_dtype")
         largest = MAX_LATENT + MAX_HEAD if spec.latent else MAX_HEAD
         if spec.head_dim % 16 or spec.head_dim > largest or spec.latent % 16 or spec.latent > MAX_LATENT:
-            words = f"head_dim {spec.head_dim}; supported are multiples of 16 up to {largest}"
+            message = f"head_dim {spec.head_dim}; supported are multiples of 16 up to {largest}"
             if spec.latent:
-                words += f", and of latent vectors up to {MAX_LATENT}"
-            raise PenstockError(Code.UNSUPPORTED, words, "model")
+                message += f", and latent sizes up to {MAX_LATENT}"
+            raise PenstockError(Code.UNSUPPORTED, message, "model")
     size = bytes_per_block(specs)
     if device.type == "cpu":
         pool = page_locked(pages.zeros(blocks * size).view(blocks, size))
@@ -79,21 +79,21 @@ def _layer_cache(pool: Tensor, offset: int, spec: KVSpec) -> LayerCache:
 
 
 def page_locked(memory: Tensor) -> Tensor:
-    """Host memory that a GPU, if there is one, reads and writes itself, for as long as the given tensor lives.
+    """Page-lock host memory for access by the GPU, for the lifetime of the given tensor.
 
-    It is registered rather than allocated by PyTorch, which takes a power of two of bytes.
+    The memory is registered rather than allocated by PyTorch, which would round it up to a power of two.
     """
     if memory.numel() and torch.cuda.is_available() and not memory.is_pinned():
         runtime, address = torch.cuda.cudart(), memory.data_ptr()
         if error := int(runtime.cudaHostRegister(address, memory.nbytes, 0)):
-            words = f"{memory.nbytes >> 20} MiB of host memory cannot be page-locked (CUDA error {error})"
-            raise PenstockError(Code.UNSUPPORTED, words, "swap_space")
+            message = f"cannot page-lock {memory.nbytes >> 20} MiB of host memory (CUDA error {error})"
+            raise PenstockError(Code.UNSUPPORTED, message, "swap_space")
         weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
     return memory
 
 
 def store_kv(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-    """As ``reference.store_kv``; negative slots store nothing."""
+    """See ``reference.store_kv``. Tokens with negative slots are not stored."""
     spec = cache.spec
     assert k.stride()[1:] == v.stride()[1:] == (spec.head_dim, 1) or spec.kv_heads == 1
     launch(
@@ -117,7 +117,7 @@ def store_kv(cache: LayerCache, k: Tensor, v: Tensor, slot_mapping: Tensor) -> N
 
 
 def block_strides(cache: LayerCache) -> tuple[int, int]:
-    """Numbers from one block to the next, of values and of scales."""
+    """Elements between blocks, of values and of scales."""
     return cache.values.stride(0), 0 if cache.scales is None else cache.scales.stride(0)
 
 
@@ -132,8 +132,8 @@ def rope_and_store(
     norms: QKNorms | None = None,
     interleaved: bool = False,
 ) -> Tensor:
-    """As ``reference.rope_and_store``; tokens with negative slots are padding. It is one kernel, unless neighbours are
-    rotated, part of a head, or norms have weights in float32 that the model does not compute in."""
+    """See ``reference.rope_and_store``. Tokens with negative slots are padding. A single kernel, unless the rotation is
+    interleaved or partial, or norms have float32 weights in a model of another dtype."""
     wide = norms is not None and norms.q_weight.dtype is not q.dtype
     if interleaved or wide or table.shape[1] < q.shape[2]:
         if norms:
@@ -180,30 +180,29 @@ def rope_and_store(
 
 
 def copy_blocks(source: list[LayerCache], target: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
-    """As ``reference.copy_blocks``, between whole caches, whose layers are copied together.
+    """See ``reference.copy_blocks``. Caches are copied with all layers at once.
 
-    Copies are made in the order of the current stream, and the caller need not wait for them: the very next step
-    writes to the blocks that were copied out, and reads those that were copied in, so that a stream of their own would
-    have to be waited for at once.
+    Copies are ordered on the current stream, and the caller need not wait for them. A separate stream would not help:
+    the next step writes to the blocks that were copied out, and reads those that were copied in.
     """
     if not pairs:
         return
-    origin, goal = source[0].pool, target[0].pool
+    source_pool, target_pool = source[0].pool, target[0].pool
     for start, other, count in _runs(pairs):
-        goal[other : other + count].copy_(origin[start : start + count], non_blocking=True)
+        target_pool[other : other + count].copy_(source_pool[start : start + count], non_blocking=True)
 
 
 def copy_slots(cache: LayerCache, sources: Tensor, targets: Tensor) -> None:
-    """As ``reference.copy_slots``."""
+    """See ``reference.copy_slots``."""
     size = cache.spec.block_size
-    origin, goal = ((slots // size, slice(None), slice(None), slots % size) for slots in (sources, targets))
-    for part in (cache.values.view(torch.uint8), cache.scales):
-        if part is not None:
-            part[goal] = part[origin]
+    source, target = ((slots // size, slice(None), slice(None), slots % size) for slots in (sources, targets))
+    for tensor in (cache.values.view(torch.uint8), cache.scales):
+        if tensor is not None:
+            tensor[target] = tensor[source]
 
 
 def _runs(pairs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Runs of blocks that are copied to a run of blocks: ``(from, to, blocks)``."""
+    """Merge pairs into runs of consecutive blocks: ``(source, target, count)``."""
     runs: list[tuple[int, int, int]] = []
     for a, b in pairs:
         if runs and (a, b) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
@@ -221,39 +220,40 @@ def export_kv(
     layout: TransferLayout,
     progress: Tensor | None = None,
 ) -> None:
-    """As ``reference.export_kv``. The GPU writes to the buffer itself, and is waited for: no captured graph can do it.
+    """See ``reference.export_kv``. The GPU writes to the buffer directly, and this call waits for it, so it cannot be
+    captured in a graph.
 
     Args:
-        buffer: in host memory. It is page-locked in the first call with this tensor, for as long as that lives.
+        buffer: in host memory. The first call page-locks it, for the lifetime of the tensor.
         places: in host memory, or on the device.
         progress: in host memory.
     """
-    _exchange(cache, slot_mapping, buffer, places, layout, False)
+    _transfer(cache, slot_mapping, buffer, places, layout, False)
     if progress is not None and bool((places >= 0).any()):
         progress += 1
 
 
 def import_kv(cache: LayerCache, slot_mapping: Tensor, buffer: Tensor, places: Tensor, layout: TransferLayout) -> None:
-    """As ``reference.import_kv``, by the GPU as in ``export_kv``."""
-    _exchange(cache, slot_mapping, buffer, places, layout, True)
+    """See ``reference.import_kv`` and ``export_kv``."""
+    _transfer(cache, slot_mapping, buffer, places, layout, True)
 
 
-def _exchange(
+def _transfer(
     cache: LayerCache, slot_mapping: Tensor, buffer: Tensor, places: Tensor, layout: TransferLayout, into_cache: bool
 ) -> None:
     spec = cache.spec
-    words = spec.head_dim * cache.values.itemsize // 4
+    elements = spec.head_dim * cache.values.itemsize // 4
     assert spec.bytes_per_vector == layout.vector_bytes
     assert layout.first_head + spec.kv_heads <= layout.kv_heads
     scale_stride = block_strides(cache)[1]
     launch(
-        kernels.exchange_kv,
+        kernels.transfer_kv,
         (len(places), spec.vectors),
         cache.values.view(torch.int32),
         None if cache.scales is None else cache.scales.view(torch.int32),
         slot_mapping,
         page_locked(buffer)[: len(buffer) // 4 * 4].view(torch.int32),
-        places.to(cache.values.device),  # which kernels cannot read in memory that is not page-locked
+        places.to(cache.values.device),  # kernels cannot read host memory that is not page-locked
         cache.values.stride(0) * cache.values.itemsize // 4,
         scale_stride,
         layout.slot_bytes // 4,
@@ -262,12 +262,12 @@ def _exchange(
         layout.first_head,
         SLOT_TOKENS=layout.slot_tokens,
         KV_HEADS=spec.kv_heads,
-        WORDS=words,
+        ELEMENTS=elements,
         PAGE=spec.block_size,
         QUANTIZED=bool(spec.quantization),
         IMPORT=into_cache,
         HEADS=power_of_two(spec.kv_heads),
-        BLOCK=power_of_two(words + bool(spec.quantization)),
+        BLOCK=power_of_two(elements + bool(spec.quantization)),
     )
     if cache.values.is_cuda:
         torch.cuda.current_stream(cache.values.device).synchronize()

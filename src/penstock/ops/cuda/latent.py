@@ -1,4 +1,4 @@
-"""Latent attention: heads by matrices of their own, and the latent KV cache."""
+"""Multi-head latent attention (MLA): products with a separate matrix per head, and the latent KV cache."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from .kv_cache import LayerCache, block_strides
 from .launch import launch
 
 ROWS, COLUMNS = 64, 64
-"""Of a product's tile: the same for few tokens as for many, so that all are multiplied with the same instructions."""
+"""Tile of a product, the same for any number of tokens, so that all use the same instructions."""
 HEADS = 16
-"""Heads whose queries a program turns."""
+"""Number of heads whose queries a program rotates."""
 
 
 @dataclass(frozen=True)
 class HeadMatrices:
-    """A matrix of each head."""
+    """A separate matrix per head."""
 
     weight: Tensor
     """``[heads, out, in]``, contiguous."""
 
 
 def pack_by_head(weight: Tensor) -> HeadMatrices:
-    """As ``reference.pack_by_head``."""
+    """See ``reference.pack_by_head``."""
     return HeadMatrices(weight.contiguous())
 
 
 def linear_by_head(x: Tensor, matrices: HeadMatrices, out: Tensor | None = None) -> Tensor:
-    """As ``reference.linear_by_head``."""
+    """See ``reference.linear_by_head``."""
     heads, outputs, inputs = matrices.weight.shape
     tokens = x.shape[0]
     out = torch.empty((tokens, heads, outputs), dtype=x.dtype, device=x.device) if out is None else out
@@ -73,7 +73,7 @@ def latent_rope_and_store(
     interleaved: bool,
     out: Tensor,
 ) -> None:
-    """As ``reference.latent_rope_and_store``; tokens with negative slots are padding."""
+    """See ``reference.latent_rope_and_store``. Tokens with negative slots are padding."""
     spec, (tokens, heads, rope_dim) = cache.spec, q.shape
     assert q.stride(2) == k.stride(1) == latent.stride(1) == out.stride(2) == 1
     launch(
@@ -98,7 +98,7 @@ def latent_rope_and_store(
         HEADS=heads,
         LATENT=spec.latent,
         HALF=rope_dim // 2,
-        PAIRS=interleaved,
+        INTERLEAVED=interleaved,
         PAGE=spec.block_size,
         QUANTIZATION=spec.quantization,
         ROWS=min(HEADS, power_of_two(heads)),
@@ -109,14 +109,14 @@ def latent_rope_and_store(
 
 
 def latent_attention(q: Tensor, cache: LayerCache, metadata: AttentionMetadata, scale: float, latent: int) -> Tensor:
-    """As ``reference.latent_attention``, in the three kernels of ``attention.attention``."""
+    """See ``reference.latent_attention``. Runs the three kernels of ``attention.attention``."""
     spec, (tokens, heads, dim) = cache.spec, q.shape
     assert q.is_contiguous() and latent == spec.latent and metadata.block_tables.stride(1) == 1
     out = torch.empty((tokens, heads, latent), dtype=q.dtype, device=q.device)
     sequences = len(metadata.block_tables)
     if not sequences:
         return out
-    # One for all steps: as many rows and positions as registers have room for without spilling.
+    # The same variant for all steps: as many rows and positions as possible without spilling registers.
     if q.itemsize == 4:
         variant = Variant(16, 16, 4, 1, 1, True)
     else:

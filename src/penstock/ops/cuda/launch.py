@@ -1,5 +1,4 @@
-"""Launches of Triton kernels: on the GPU, by Triton's interpreter on a CPU, or recorded to be compiled for GPUs that
-are not here."""
+"""Launches of Triton kernels: on the GPU, in Triton's interpreter on a CPU, or recorded for compilation."""
 
 from __future__ import annotations
 
@@ -13,25 +12,25 @@ import torch
 import triton
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-"""Whether kernels run in Triton's interpreter (``TRITON_INTERPRET=1`` when this module was imported): on CPU tensors,
-for tests. It multiplies bfloat16 wrongly, so tests compute in float32 and float16."""
+"""True if kernels run in Triton's interpreter on CPU tensors, for tests (``TRITON_INTERPRET=1`` when this module is
+imported). It multiplies bfloat16 incorrectly, so tests use float32 and float16."""
 DEFAULT_SM_COUNT = 132
-"""Multiprocessors that grids are sized for where launches are recorded: an H100's."""
+"""Number of multiprocessors for recorded launches (H100)."""
 INTERPRETED_SM_COUNT = 2
-"""Where they are interpreted, one program after the other."""
+"""Number of multiprocessors for interpreted launches, whose programs run sequentially."""
 
 MIN_FP8 = (8, 9)
-"""Compute capability from which on there are products of 8-bit floating-point numbers, and conversions to them."""
+"""Minimum compute capability for fp8 products and conversions."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What kernels are chosen by, of a GPU."""
+    """Properties of a GPU that the choice of kernels depends on."""
 
     capability: tuple[int, int]
     """Compute capability."""
     shared_memory: int
-    """Bytes of shared memory that one program may have."""
+    """Maximum shared memory of a program in bytes."""
 
 
 ARCHITECTURES = {
@@ -39,13 +38,13 @@ ARCHITECTURES = {
     90: Architecture((9, 0), 232448),
     100: Architecture((10, 0), 232448),
 }
-"""Data center GPUs (A100, H100, B200), for which kernels are compiled where there is no GPU."""
+"""Data center GPUs (A100, H100, B200) that kernels are compiled for without a GPU."""
 DEFAULT_ARCHITECTURE = ARCHITECTURES[90]
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a kernel, recorded."""
+    """A recorded launch of a kernel."""
 
     kernel: Any
     args: tuple[Any, ...]
@@ -62,8 +61,7 @@ _recorded_for: Architecture | None = None
 
 @contextmanager
 def record_launches(target: Architecture = DEFAULT_ARCHITECTURE) -> Iterator[list[Launch]]:
-    """Within this context launches are listed, as they would be on ``target``, and nothing is computed: what ops return
-    is not initialized."""
+    """Record launches for the GPU ``target`` instead of running them. The results of ops are uninitialized."""
     global _recorded, _recorded_for
     launches: list[Launch] = []
     _recorded, _recorded_for = launches, target
@@ -76,10 +74,10 @@ def record_launches(target: Architecture = DEFAULT_ARCHITECTURE) -> Iterator[lis
 def launch(
     kernel: Any, grid: Sequence[int], *args: Any, num_warps: int = 4, num_stages: int = 2, **constants: Any
 ) -> None:
-    """Launch a kernel; nothing happens where the grid is empty.
+    """Launch a kernel, unless the grid is empty.
 
-    Multiplications and additions are never contracted to fused ones, except where a kernel says so (``tl.fma``), so
-    that a result does not depend on which of a kernel's variants computes it.
+    Multiplications and additions are never fused except by ``tl.fma``, so that results do not depend on which variant
+    of a kernel computes them.
     """
     if 0 in grid:
         return
@@ -90,7 +88,7 @@ def launch(
 
 
 def sm_count(device: torch.device) -> int:
-    """Multiprocessors of a GPU, by which grids of persistent kernels are sized. Results do not depend on it."""
+    """Number of multiprocessors of a GPU, for the grids of persistent kernels. Results do not depend on it."""
     if device.type != "cuda":
         return INTERPRETED_SM_COUNT if _recorded is None else DEFAULT_SM_COUNT
     return _sm_count(device)
@@ -102,7 +100,7 @@ def _sm_count(device: torch.device) -> int:
 
 
 def architecture(device: torch.device) -> Architecture:
-    """Of a GPU; where there is none, of what launches are recorded for, or an H100."""
+    """Architecture of a GPU; without a GPU, the one that launches are recorded for, or an H100."""
     return _recorded_for or _architecture(device)
 
 

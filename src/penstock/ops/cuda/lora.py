@@ -1,4 +1,4 @@
-"""LoRA: adapters lie in buffers of fixed addresses, which CUDA graphs can hold, and kernels find each row's."""
+"""LoRA: adapters are in buffers with fixed addresses, for CUDA graphs. Kernels look up the adapter of each row."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from .launch import launch
 from .matrix import DTYPES
 
 TILE = 64
-"""Outputs of a program."""
+"""Number of outputs of a program."""
 RANKS = 64
 """Ranks are padded to a multiple of this."""
 SPLIT = 1024
-"""Inputs that a program sums, so that few tokens occupy more than a few multiprocessors: the sums are then added in
-ascending order. It is the same for any number of tokens."""
-FEW = 256
-"""Tokens up to which programs are made small, to be many."""
+"""Number of inputs that a program sums, so that few tokens use more multiprocessors. The partial sums are added in
+ascending order. It does not depend on the number of tokens."""
+SMALL_TILE_TOKENS = 256
+"""Maximum number of tokens for small tiles, which give more programs."""
 
 
 @dataclass(frozen=True)
 class PackedLoRA:
-    """One adapter's weights for one layer."""
+    """Weights of an adapter for one layer."""
 
     a: Tensor
-    """``[ranks, in]``, the ``a`` of all parts."""
+    """``[ranks, in]``: the stacked ``a`` of all parts."""
     parts: tuple[LoRAWeights, ...]
 
 
 @dataclass(frozen=True)
 class LoRASlots:
-    """The adapters of one layer, by slot."""
+    """Adapters of a layer by slot."""
 
     a: Tensor
     """``[slots, max_rank, in]``."""
     b: Tensor
-    """``[slots, out, max_rank]``: an output has numbers at the ranks of the part that adds to it."""
+    """``[slots, out, max_rank]``: nonzero at the ranks of the part that adds to an output."""
     scalings: Tensor
     """``[slots, out]`` float32."""
     ranks: Tensor
@@ -52,7 +52,7 @@ class LoRASlots:
 def new_lora_slots(
     slots: int, inputs: int, outputs: int, max_rank: int, dtype: torch.dtype, device: torch.device
 ) -> LoRASlots:
-    """As ``reference.new_lora_slots``."""
+    """See ``reference.new_lora_slots``."""
     padded = -(-max_rank // RANKS) * RANKS
     return LoRASlots(
         torch.zeros((slots, padded, inputs), dtype=dtype, device=device),
@@ -64,19 +64,19 @@ def new_lora_slots(
 
 
 def pack_lora(parts: Sequence[LoRAWeights]) -> PackedLoRA:
-    """As ``reference.pack_lora``."""
+    """See ``reference.pack_lora``."""
     return PackedLoRA(torch.cat([part.a for part in parts]), tuple(parts))
 
 
 def set_lora(slots: LoRASlots, slot: int, packed: PackedLoRA | None) -> None:
-    """As ``reference.set_lora``."""
+    """See ``reference.set_lora``."""
     for buffer in (slots.a, slots.b, slots.scalings, slots.ranks, slots.spans):
         buffer[slot].zero_()
     if packed is None:
         return
     ranks, max_rank = len(packed.a), slots.a.shape[1]
     if ranks > max_rank:
-        raise ValueError(f"an adapter of {ranks} ranks is put into slots of {max_rank}")
+        raise ValueError(f"the adapter has rank {ranks}, but slots have at most {max_rank}")
     slots.a[slot, :ranks] = packed.a.to(slots.a)
     slots.ranks[slot] = ranks
     spans, first = [[max_rank, 0] for _ in range(slots.spans.shape[1])], 0
@@ -91,10 +91,10 @@ def set_lora(slots: LoRASlots, slot: int, packed: PackedLoRA | None) -> None:
 
 
 def add_lora(out: Tensor, x: Tensor, slots: LoRASlots, row_slots: Tensor) -> Tensor:
-    """As ``reference.add_lora``; ``out`` is changed in place."""
+    """See ``reference.add_lora``. ``out`` is changed in place."""
     (tokens, inputs), (count, outputs, max_rank) = x.shape, slots.b.shape
     x = x if x.stride(1) == 1 else x.contiguous()
-    bt, rows = (16, 16) if tokens <= FEW else (64, 64)
+    bt, rows = (16, 16) if tokens <= SMALL_TILE_TOKENS else (64, 64)
     if x.dtype is torch.float32:
         bt = 16
     splits, token_tiles = -(-inputs // SPLIT), -(-tokens // bt)

@@ -1,4 +1,4 @@
-"""Matrices packed for the CUDA kernels, and the products with them."""
+"""Matrices packed for the CUDA kernels, and products with them."""
 
 from __future__ import annotations
 
@@ -28,46 +28,46 @@ LAYOUT = "cuda-3"
 PANEL, BLOCK = 64, 128
 """Outputs of a panel, and inputs of a block of 8-bit weights."""
 COLUMNS = 1024
-"""Inputs of a row that a program copies or rotates."""
+"""Number of inputs of a row that a program copies or rotates."""
 CHUNK = 128 * PANEL
-"""Outputs that are quantized at a time, to need little memory."""
+"""Number of outputs that are quantized at a time, to limit memory."""
 MIN_MAGNITUDE = 1e-30
-"""Vectors whose largest magnitude is not above this are quantized to zeros."""
+"""Vectors up to this magnitude are quantized to zeros."""
 FLOAT4_STEP = 2.0**14
-"""How much larger 4-bit floating-point numbers are than the float16 numbers that kernels take their bits for."""
+"""Factor between 4-bit floating-point values and the float16 values that kernels make of their bits."""
 FP8 = torch.float8_e4m3fn
 NO_BIAS = torch.empty(0)
-"""Given where there is none, and not read: its address is 0."""
+"""Placeholder for an absent bias, with address 0. It is not read."""
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @dataclass(eq=False)
 class Matrix:
-    """A matrix ``[out, in]`` and a bias ``[out]`` or none."""
+    """A matrix ``[out, in]`` and an optional bias ``[out]``."""
 
     tensors: dict[str, Tensor]
-    """``values``, of quantized weights ``scales`` and perhaps ``offsets`` (float32), and perhaps ``order`` of inputs
-    (``[in]`` int64).
+    """``values``; for quantized weights also ``scales``, and optionally ``offsets`` (float32) and ``order`` (``[in]``
+    int64).
 
-    Unquantized: ``values`` are ``[out, in]``. 8 bits: ``[panels, blocks, 64, 128]``, scales ``[panels * 64]`` or, of
-    blocks, ``[out / 128, in / 128]``. 4 bits: ``[panels, blocks, 64, group_size]``, a block having two groups of
-    inputs, one in the low halves of its bytes; scales ``[panels, blocks, 2, 64]`` are a sixteenth, or of mxfp4
-    bfloat16 and ``FLOAT4_STEP`` times as large, and offsets lie as they do. What is past the end of the matrix is
-    zero."""
+    Unquantized: ``values`` are ``[out, in]``. 8 bits: ``[panels, blocks, 64, 128]``, with scales ``[panels * 64]``, or
+    ``[out / 128, in / 128]`` for blocks. 4 bits: ``[panels, blocks, 64, group_size]``, where a block has two groups of
+    inputs, the first in the low halves of its bytes; scales are ``[panels, blocks, 2, 64]``, divided by 16, or for
+    mxfp4 bfloat16 and multiplied by ``FLOAT4_STEP``; offsets have the shape of scales. Padding is zero.
+    """
     bias: Tensor | None
-    """float32."""
+    """Bias in float32, or None."""
     outputs: int
     inputs: int
     dtype: torch.dtype
-    """Dtype of products and embeddings, whatever the format."""
+    """Dtype of products and embeddings, for all formats."""
     format: Format
 
 
 def pack(parts: Sequence[Tensor], bias: Tensor | None = None, format: Format = UNQUANTIZED) -> Matrix:
-    """As ``reference.pack``. An unquantized matrix of one part is not copied."""
+    """See ``reference.pack``. An unquantized matrix of one part is not copied."""
     dtype, inputs = parts[0].dtype, parts[0].shape[1]
-    outputs, format = sum(len(part) for part in parts), _own_format(format)
-    _refuse(format, dtype, parts[0].device)
+    outputs, format = sum(len(part) for part in parts), _kernel_format(format)
+    _check_supported(format, dtype, parts[0].device)
     if not format.bits:
         weight = (parts[0] if len(parts) == 1 else torch.cat(list(parts))).contiguous()
         return from_packed({"values": weight}, inputs, outputs, dtype, bias, format)
@@ -89,8 +89,8 @@ def _new_tensors(
 
 
 def _pack_chunk(tensors: dict[str, Tensor], weight: Tensor, first: int, format: Format, whole: Tensor | None) -> None:
-    """Quantize outputs ``first`` and on, and put them into their panels; ``whole`` is the matrix's largest magnitude,
-    if it has one scale."""
+    """Quantize the outputs from ``first``, and store them in their panels. ``whole``: largest magnitude of the matrix
+    if it has a single scale."""
     outputs, inputs = weight.shape
     blocks = tensors["values"].shape[1]
     size = blocks * (2 * format.group_size if format.bits == 4 else BLOCK)
@@ -115,7 +115,7 @@ def _pack_chunk(tensors: dict[str, Tensor], weight: Tensor, first: int, format: 
 
 
 def _put_values(values: Tensor, quantized: Tensor, first: int, format: Format) -> None:
-    """Put 8-bit numbers ``[outputs, inputs]`` into their panels; ``first`` is a panel's first output."""
+    """Store quantized values ``[outputs, inputs]`` in their panels. ``first``: first output, the first of a panel."""
     count, blocks = -(-len(quantized) // PANEL), values.shape[1]
     size = blocks * (2 * format.group_size if format.bits == 4 else BLOCK)
     padded = pad(quantized, (0, size - quantized.shape[1], 0, count * PANEL - len(quantized)))
@@ -125,15 +125,15 @@ def _put_values(values: Tensor, quantized: Tensor, first: int, format: Format) -
     values[first // PANEL :][:count] = padded.view(count, PANEL, blocks, -1).transpose(1, 2)
 
 
-def _put_scales(scales: Tensor, given: Tensor, first: int, format: Format, factor: float = 1 / 16) -> None:
-    """Put ``[outputs, groups]`` where the format has the scales of outputs ``first`` and on; of 4 bits they are
-    multiplied by ``factor``."""
+def _put_scales(scales: Tensor, new_scales: Tensor, first: int, format: Format, factor: float = 1 / 16) -> None:
+    """Store scales or offsets ``[outputs, groups]`` of the outputs from ``first``; with 4 bits multiplied by
+    ``factor``."""
     if format.bits == 8:
-        at = first // (format.rows_per_scale or 1)
-        scales[at : at + len(given)] = given if format.group_size else given[:, 0]
+        start = first // (format.rows_per_scale or 1)
+        scales[start : start + len(new_scales)] = new_scales if format.group_size else new_scales[:, 0]
         return
-    count, blocks = -(-len(given) // PANEL), scales.shape[1]
-    padded = pad(given * factor, (0, 2 * blocks - given.shape[1], 0, count * PANEL - len(given)))
+    count, blocks = -(-len(new_scales) // PANEL), scales.shape[1]
+    padded = pad(new_scales * factor, (0, 2 * blocks - new_scales.shape[1], 0, count * PANEL - len(new_scales)))
     scales[first // PANEL :][:count] = padded.view(count, PANEL, blocks, 2).permute(0, 2, 3, 1)
 
 
@@ -144,8 +144,8 @@ def _inverse(maximum: Tensor, inverse: Tensor) -> Tensor:
 def packed_shapes(
     inputs: int, outputs: int, dtype: torch.dtype, format: Format
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of packed tensors, but for ``order``."""
-    format = _own_format(format)
+    """Return shapes and dtypes of packed tensors except ``order``."""
+    format = _kernel_format(format)
     panels = -(-outputs // PANEL)
     if not format.bits:
         return {"values": ((outputs, inputs), dtype)}
@@ -161,18 +161,18 @@ def packed_shapes(
     return {"values": ((panels, blocks, PANEL, size), torch.int8)} | {name: (scales, kind) for name in names}
 
 
-def _own_format(format: Format) -> Format:
-    """The format that matrices have here: kernels have no integer scales, and a floating-point scale for 32 inputs
-    takes their place."""
+def _kernel_format(format: Format) -> Format:
+    """Replace formats with integer scales by one with a floating-point scale per 32 inputs, as there are no kernels for
+    them."""
     return replace(format, group_size=32, integer_scales=False) if format.integer_scales else format
 
 
-def _refuse(format: Format, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises ``PenstockError`` (``unsupported``) for what there are no kernels for."""
+def _check_supported(format: Format, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ``PenstockError`` (``unsupported``) for formats and dtypes without kernels."""
     if dtype not in DTYPES:
-        raise PenstockError(Code.UNSUPPORTED, f"the CUDA kernels compute in bfloat16, float16 or float32, not {dtype}")
+        raise PenstockError(Code.UNSUPPORTED, f"the CUDA kernels support bfloat16, float16 and float32, not {dtype}")
     if format.floating and format.bits == 8 and architecture(device).capability < MIN_FP8:
-        raise PenstockError(Code.UNSUPPORTED, "fp8 needs a GPU of compute capability 8.9 or higher", "quantization")
+        raise PenstockError(Code.UNSUPPORTED, "fp8 requires a GPU of compute capability 8.9 or higher", "quantization")
     if not _has_kernels(format):
         raise PenstockError(Code.UNSUPPORTED, f"there are no CUDA kernels for {format}", "quantization")
 
@@ -191,10 +191,10 @@ def _has_kernels(format: Format) -> bool:
 
 
 def pack_quantized(parts: Sequence[QuantizedWeight], dtype: torch.dtype, bias: Tensor | None = None) -> Matrix:
-    """As ``reference.pack_quantized``. Scales of blocks do not cross parts."""
+    """See ``reference.pack_quantized``. Blocks of outputs with one scale do not cross parts."""
     values, format, order = torch.cat([part.values for part in parts]), parts[0].format, parts[0].order
     outputs, inputs = values.shape
-    _refuse(format, dtype, values.device)
+    _check_supported(format, dtype, values.device)
     tensors = _new_tensors(inputs, outputs, dtype, format, values.device)
     for first in range(0, outputs, CHUNK):
         _put_values(tensors["values"], values[first : first + CHUNK].view(torch.int8), first, format)
@@ -209,7 +209,7 @@ def pack_quantized(parts: Sequence[QuantizedWeight], dtype: torch.dtype, bias: T
 
 
 def supports(format: Format, dtype: torch.dtype) -> bool:
-    """As ``reference.supports``."""
+    """See ``reference.supports``."""
     return bool(format.bits) and dtype in DTYPES and _has_kernels(format)
 
 
@@ -222,19 +222,19 @@ def from_packed(
     tensors: Mapping[str, Tensor], inputs: int, outputs: int, dtype: torch.dtype, bias: Tensor | None, format: Format
 ) -> Matrix:
     """As ``reference.from_packed``. Raises ``PenstockError`` (``internal``) for tensors of another size or dtype."""
-    format = _own_format(format)
-    _refuse(format, dtype, tensors["values"].device)
+    format = _kernel_format(format)
+    _check_supported(format, dtype, tensors["values"].device)
     expected = packed_shapes(inputs, outputs, dtype, format)
     if "order" in tensors:
         expected["order"] = (inputs,), torch.int64
     if {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()} != expected:
-        raise PenstockError(Code.INTERNAL, "packed weights have another size")  # kernels would read past their end
+        raise PenstockError(Code.INTERNAL, "packed weights have an unexpected size or dtype")
     return Matrix(dict(tensors), None if bias is None else bias.float(), outputs, inputs, dtype, format)
 
 
 def quantize(x: Tensor, format: Format) -> tuple[Tensor, Tensor]:
-    """Rows ``[tokens, in]`` in 8 bits, rotated if the format says so and padded with zeros to whole blocks of inputs,
-    and their scales: ``[tokens]``, or ``[blocks, tokens]`` where the format has one scale a block and token."""
+    """Quantize rows ``[tokens, in]`` to 8 bits, after rotating them if the format rotates, padded with zeros to whole
+    blocks. Returns the values, and scales ``[tokens]``, or ``[blocks, tokens]`` for formats with a scale per block."""
     tokens, inputs = x.shape
     padding = max(BLOCK, 2 * format.group_size if format.bits == 4 else 0)
     padded = -(-inputs // padding) * padding
@@ -259,7 +259,7 @@ def quantize(x: Tensor, format: Format) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, block: int) -> Tensor:
-    """Rows ``[tokens, in]``, rotated in blocks of inputs, in the same dtype."""
+    """Rotate rows ``[tokens, in]`` in blocks of inputs, in their dtype."""
     out = x.new_empty(x.shape)
     arguments = x, out, x.shape[1], x.stride(0)
     launch(kernels.rotate_rows, (len(x), -(-x.shape[1] // COLUMNS)), *arguments, ROTATION=block, COLUMNS=COLUMNS)
@@ -267,7 +267,7 @@ def rotate(x: Tensor, block: int) -> Tensor:
 
 
 def sum_groups(x: Tensor, groups: int, group_size: int) -> Tensor:
-    """Sums of the groups of rows ``[tokens, in]``, as the product takes these: ``[groups, tokens]`` float32."""
+    """Return the sums of the groups of rows ``[tokens, in]``, ``[groups, tokens]`` float32."""
     sums = x.new_empty((groups, len(x)), dtype=torch.float32)
     arguments = x, sums, x.shape[1], groups, x.stride(0)
     launch(kernels.sum_groups, (len(x), -(-groups // 16)), *arguments, SIZE=group_size, GROUPS=16)
@@ -275,8 +275,7 @@ def sum_groups(x: Tensor, groups: int, group_size: int) -> Tensor:
 
 
 def use_cublas(enabled: bool) -> None:
-    """Whether products of weights that are not quantized are cuBLAS's from now on, whose sums depend on the number of
-    tokens."""
+    """Enable or disable cuBLAS for unquantized weights. Its order of summation depends on the number of tokens."""
     global _cublas
     _cublas = enabled
 
@@ -285,7 +284,7 @@ _cublas = False
 
 
 def linear(x: Tensor, matrix: Matrix, out_float32: bool = False, out: Tensor | None = None) -> Tensor:
-    """As ``reference.linear``."""
+    """See ``reference.linear``."""
     if _cublas and not matrix.format.bits:
         bias = None if matrix.bias is None else matrix.bias.to(x.dtype)
         result = torch.nn.functional.linear(x, matrix.tensors["values"], bias)
@@ -296,7 +295,7 @@ def linear(x: Tensor, matrix: Matrix, out_float32: bool = False, out: Tensor | N
 
 
 def linear_activation_and_mul(x: Tensor, matrix: Matrix, function: str, out: Tensor | None = None) -> Tensor:
-    """As ``reference.linear_activation_and_mul``; one kernel."""
+    """See ``reference.linear_activation_and_mul``. A single kernel."""
     if _cublas and not matrix.format.bits:
         return activation_and_mul(linear(x, matrix), function, out)
     out = x.new_empty((len(x), matrix.outputs // 2)) if out is None else out
@@ -304,27 +303,29 @@ def linear_activation_and_mul(x: Tensor, matrix: Matrix, function: str, out: Ten
 
 
 @dataclass(frozen=True)
-class Choices:
-    """Which rows of a batch are multiplied with which of several matrices (``experts.group_choices``)."""
+class ExpertAssignments:
+    """Assignments of tokens to experts, grouped by expert (``kernels.experts.group_assignments``)."""
 
-    choices: Tensor
-    """``[places]`` int32."""
-    owners: Tensor
-    """``[places / tile.bt]`` int32."""
-    per_row: int
-    """Choices for each row of inputs."""
+    assignments: Tensor
+    """``[tiles * tile.bt]`` int32: assignment of each row of a tile; -1: padding."""
+    tile_experts: Tensor
+    """``[tiles]`` int32: expert of each tile; -1: unused."""
+    assignments_per_row: int
+    """Number of assignments per row of inputs."""
     tile: Tile
     weight_size: int
-    """Weights from one matrix to the next."""
+    """Elements between the weights of experts."""
     scales_size: int
 
 
-def product(x: Tensor, matrix: Matrix, out: Tensor, gated: str = "", choices: Choices | None = None) -> Tensor:
-    """Products of rows ``x``, written to ``out``, and returned.
+def product(
+    x: Tensor, matrix: Matrix, out: Tensor, gated: str = "", assignments: ExpertAssignments | None = None
+) -> Tensor:
+    """Multiply rows ``x``, write the result to ``out``, and return it.
 
     Args:
-        gated: activation of the first half of the outputs, which is multiplied by the second; empty for all outputs.
-        choices: which rows are multiplied with which matrix, where ``matrix`` is the first of several.
+        gated: activation of the first half of the outputs, which is multiplied by the second half; empty: not gated.
+        assignments: rows and experts to multiply; ``matrix`` is then that of the first expert.
     """
     format, tokens = matrix.format, len(x)
     if tokens == 0:
@@ -343,11 +344,11 @@ def product(x: Tensor, matrix: Matrix, out: Tensor, gated: str = "", choices: Ch
     if format.floating and format.bits == 8:
         values = values.view(FP8)
     width = x.shape[1]
-    tile = choices.tile if choices else tile_of(x, tokens, matrix.outputs, format)
+    tile = assignments.tile if assignments else tile_of(x, tokens, matrix.outputs, format)
     outputs = matrix.outputs // 2 if gated else matrix.outputs
-    share = tile.rows // 2 if gated else tile.rows
-    places = len(choices.choices) if choices else tokens
-    grid = (-(-outputs // share) * -(-places // tile.bt),)
+    program_outputs = tile.rows // 2 if gated else tile.rows
+    num_rows = len(assignments.assignments) if assignments else tokens
+    grid = (-(-outputs // program_outputs) * -(-num_rows // tile.bt),)
     arguments: tuple[Any, ...] = (
         x,
         x_scales,
@@ -359,15 +360,15 @@ def product(x: Tensor, matrix: Matrix, out: Tensor, gated: str = "", choices: Ch
         tokens,
         outputs,
         matrix.inputs,
-        share // 8,
+        program_outputs // 8,
         x.stride(0),
         out.stride(0),
-        choices.choices if choices else None,
-        choices.owners if choices else None,
-        choices.per_row if choices else 1,
-        places,
-        choices.weight_size if choices else 0,
-        choices.scales_size if choices else 0,
+        assignments.assignments if assignments else None,
+        assignments.tile_experts if assignments else None,
+        assignments.assignments_per_row if assignments else 1,
+        num_rows,
+        assignments.weight_size if assignments else 0,
+        assignments.scales_size if assignments else 0,
     )
     constants: dict[str, Any] = {"DTYPE": dtype, "GATED": gated or None, "BN": tile.bn, "BT": tile.bt}
     if format.bits == 4:
@@ -385,7 +386,7 @@ def product(x: Tensor, matrix: Matrix, out: Tensor, gated: str = "", choices: Ch
 
 
 def tile_of(x: Tensor, tokens: int, rows: int, format: Format) -> Tile:
-    """The tile for so many tokens and rows of weights; ``x`` has the dtype of inputs before they are quantized."""
+    """Choose the tile for a number of tokens and rows of weights. ``x`` has the dtype of inputs before quantization."""
     itemsize = 1 if format.activation_bits else x.itemsize
     return _tile(architecture(x.device), sm_count(x.device), tokens, rows, itemsize, format)
 
@@ -394,7 +395,7 @@ _tile = cache(choose_tile)
 
 
 def embedding(token_ids: Tensor, matrix: Matrix, first: int = 0, out: Tensor | None = None) -> Tensor:
-    """As ``reference.embedding``."""
+    """See ``reference.embedding``."""
     tokens, format = len(token_ids), matrix.format
     values, scales = matrix.tensors["values"], matrix.tensors.get("scales")
     if format.floating and format.bits == 8:

@@ -1,4 +1,4 @@
-"""Tiles of products, by their shapes alone. No choice made here changes a bit of any result."""
+"""Choice of the tiles of products by their shapes. It does not change the bits of results."""
 
 from __future__ import annotations
 
@@ -9,45 +9,45 @@ from penstock.core.quantization import Format
 from .launch import Architecture
 
 MAX_STAGES = 8
-"""More are hardly needed to hide memory's latency, and take longer to compile."""
+"""More stages hardly hide more memory latency, and compile slower."""
 MAX_FLOAT32_STAGES = 4
-"""Of float32, whose widened weights take shared memory besides."""
-KEPT_SHARED = 2048
-"""Bytes of a multiprocessor's shared memory that buffers leave to reductions, barriers and the system (1 KiB each)."""
-READING = 64
-"""What it takes to read a row of a tile, of weights or tokens, against multiplying one by one: instructions wait for
-reading (from L2) in tiles that are smaller than twice this squared."""
+"""The same for float32, whose converted weights use additional shared memory."""
+RESERVED_SHARED = 2048
+"""Shared memory of a multiprocessor that is reserved for reductions, barriers and the system (1 KiB each), in bytes."""
+READ_COST = 64
+"""Cost of reading a row of a tile (weights or tokens, from L2) relative to a multiplication: tiles smaller than twice
+this squared are bound by reads."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """A tile that kernels are compiled with."""
+    """Tile size that kernels are compiled for."""
 
     bn: int
-    """Rows of weights of its matrix instructions."""
+    """Rows of weights of the matrix instructions."""
     bt: int
-    """Tokens."""
+    """Number of tokens."""
     bk: int
-    """Inputs that are read at a time."""
+    """Number of inputs that are read at a time."""
 
 
 @dataclass(frozen=True)
 class Tile(Size):
-    """What a program computes, and how."""
+    """Tile of a program, and launch options."""
 
     rows: int
-    """Rows of weights that it has, at most ``bn``; with a gate two rows are one output."""
+    """Rows of weights that are used, at max_bt ``bn``. With a gate, two rows make one output."""
     num_warps: int
     num_stages: int
 
 
 def sizes(architecture: Architecture, x_bytes: int, format: Format) -> tuple[Size, ...]:
-    """The tiles of products of one kind, few tokens first.
+    """Return the tile sizes for a kind of product, those for few tokens first.
 
-    A thread has 255 registers. 128 x 256 sums take half of them; half as many sums are possible where operands are
-    registers, too (weights that are widened; 8 bits on Blackwell; any before Hopper), a quarter where each group of
-    inputs is summed by itself. Plain arithmetic (float32) has small tiles. For few tokens, 256 bytes of each row are
-    read at a time, for fewer barriers; for many, no more than instructions are long enough to hide.
+    A thread has 255 registers. 128 x 256 sums use half of them; half as many sums are possible if operands are in
+    registers, too (converted weights; 8 bits on Blackwell; anything before Hopper), and a quarter if groups of inputs
+    are summed separately. Products without matrix instructions (float32) have small tiles. For few tokens, 256 bytes of
+    each row are read at a time, to reduce barriers; for many, only as much as instructions can hide.
     """
     hopper = (9, 0) <= architecture.capability < (12, 0)
     if x_bytes == 4:
@@ -56,10 +56,10 @@ def sizes(architecture: Architecture, x_bytes: int, format: Format) -> tuple[Siz
     if format.group_size:
         bk = 256 if format.bits == 4 else 128
         few = 2 * bk if format.bits == 4 and format.group_size > 32 else bk
-        # Blackwell has tensor memory for four sums of groups, Ampere registers for two, beside offsets.
+        # Blackwell has tensor memory for four sums of groups, Ampere has registers for two, besides offsets.
         bk = min(bk, (4 if hopper or not format.asymmetric else 2) * format.group_size)
         small = Size(64, 16, few), Size(64, 64, bk)
-        blackwell = architecture.capability >= (10, 0)  # where widening floating-point numbers takes registers besides
+        blackwell = architecture.capability >= (10, 0)  # where converting floating-point weights uses more registers
         return (*small, Size(128, 64, bk)) if hopper and not (blackwell and format.is_mxfp4) else small
     few, many = (256, 128) if format.bits else (128, 64)
     several = Size(64, 16, few), Size(64, 64, many), Size(64, 128, many), Size(128, 128, many)
@@ -70,28 +70,28 @@ def sizes(architecture: Architecture, x_bytes: int, format: Format) -> tuple[Siz
 def choose_tile(
     architecture: Architecture, multiprocessors: int, tokens: int, rows: int, x_bytes: int, format: Format
 ) -> Tile:
-    """The tile that takes the least time: as large as leaves few multiprocessors idle.
+    """Choose the fastest tile: as large as possible with few idle multiprocessors.
 
-    Few tokens of few rows take as many programs as there are multiprocessors, alone on each with all its shared memory
-    to read ahead; of more rows, two share a multiprocessor, so that one reads while the other starts or ends.
+    Few tokens of few rows use as many programs as there are multiprocessors, with all shared memory for prefetching;
+    with more rows, two programs share a multiprocessor, so that one reads while the other starts or ends.
 
     Args:
-        rows: of the matrix.
-        x_bytes: of an input, as the product takes it.
+        rows: number of rows of the matrix.
+        x_bytes: size of an input of the product, after quantization.
     """
 
     def time(size: Size) -> int:
         tiles = -(-rows // size.bn) * -(-tokens // size.bt)
-        return -(-tiles // multiprocessors) * (size.bn * size.bt + READING * (size.bn + size.bt))
+        return -(-tiles // multiprocessors) * (size.bn * size.bt + READ_COST * (size.bn + size.bt))
 
-    offered = sizes(architecture, x_bytes, format)
-    most = max(size.bt for size in offered)
-    size = min((size for size in offered if size.bt >= min(tokens, 64, most)), key=time)
-    own, tiles_of_tokens = size.bn, -(-tokens // size.bt)
-    while size.bn == 64 and own > 16 and -(-rows // (own // 2)) * tiles_of_tokens <= multiprocessors:
-        own //= 2
-    together = 2 if -(-rows // 64) > multiprocessors and size.bn * size.bt <= 64 * 64 else 1
-    room = architecture.shared_memory // together - KEPT_SHARED
+    candidates = sizes(architecture, x_bytes, format)
+    max_bt = max(size.bt for size in candidates)
+    size = min((size for size in candidates if size.bt >= min(tokens, 64, max_bt)), key=time)
+    used_rows, tiles_of_tokens = size.bn, -(-tokens // size.bt)
+    while size.bn == 64 and used_rows > 16 and -(-rows // (used_rows // 2)) * tiles_of_tokens <= multiprocessors:
+        used_rows //= 2
+    programs = 2 if -(-rows // 64) > multiprocessors and size.bn * size.bt <= 64 * 64 else 1
+    available = architecture.shared_memory // programs - RESERVED_SHARED
     stage = int(size.bn * size.bk * (format.bits / 8 or x_bytes)) + size.bt * size.bk * x_bytes
-    stages = max(min(room // stage, MAX_FLOAT32_STAGES if x_bytes == 4 else MAX_STAGES), 2)
-    return Tile(size.bn, size.bt, size.bk, own, size.bn // 16, stages)
+    stages = max(min(available // stage, MAX_FLOAT32_STAGES if x_bytes == 4 else MAX_STAGES), 2)
+    return Tile(size.bn, size.bt, size.bk, used_rows, size.bn // 16, stages)

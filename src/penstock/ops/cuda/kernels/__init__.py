@@ -1,1 +1,1 @@
-"""The Triton kernels. The modules above this package launch them, and document what they compute."""
+"""Triton kernels. The modules of ``ops.cuda`` launch them; ``reference`` documents the ops."""

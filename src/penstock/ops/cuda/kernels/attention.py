@@ -1,10 +1,10 @@
 """Kernels of attention over the paged KV cache: a plan of the work, attention, and the reduction of split sequences.
 
-The bits of a query depend on its sequence alone. Positions are walked in tiles, and tiles are grouped in splits, both
-at absolute positions. Each split has a maximum, a sum and an accumulator of its own, which are folded into those of the
-splits before, from left to right: by the program that walks the splits, or, where a sequence's splits are spread over
-programs, by the reduction. What a query does not see adds zeros, and leaves its maximum as it is, so that tiles in
-which it sees nothing may be walked or not, as other queries need it.
+The bits of a query depend only on its sequence. Positions are processed in tiles, and tiles are grouped in splits, both
+at absolute positions. Each split has a separate maximum, sum and accumulator, which are merged into those of the
+previous splits in order: by the program that processes the splits, or, if a sequence's splits are divided among
+programs, by the reduction. Masked positions add zeros and do not change the maximum, so that tiles in which a query
+sees nothing may be processed or not, as other queries need.
 """
 
 import triton
@@ -13,15 +13,15 @@ import triton.language as tl
 from .elementwise import tanh
 
 HEADER = tl.constexpr(4)
-"""Integers of a plan before its arrays: items, splits an item, rows to reduce, and one unused."""
-NOTHING = tl.constexpr(float("-inf"))
+"""Number of integers of a plan before its arrays: items, splits per item, rows to reduce, and one unused."""
+NEG_INF = tl.constexpr(float("-inf"))
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def end_of(first_position, length, TOKENS: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr):
-    """The end of what queries of a tile see: their own positions, or without ``CAUSAL`` those after them, too, with a
-    window as many as before them."""
+def visible_end(first_position, length, TOKENS: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr):
+    """End of the positions that queries of a tile attend to: their positions, or without ``CAUSAL`` also later ones,
+    with a window as many as before them."""
     if CAUSAL:
         end = tl.minimum(first_position + TOKENS, length)
     elif WINDOW:
@@ -32,42 +32,42 @@ def end_of(first_position, length, TOKENS: tl.constexpr, WINDOW: tl.constexpr, C
 
 
 @triton.jit
-def first_seen(position, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
-    """The first position that a query sees: of its window, or of its chunk of as many positions."""
+def visible_start(position, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
+    """First position that a query attends to: of its window, or with CHUNKED of its chunk of WINDOW positions."""
     return position // WINDOW * WINDOW if CHUNKED else tl.maximum(position - WINDOW + 1, 0)
 
 
 @triton.jit
-def splits_of(
+def num_splits(
     count, length, TOKENS: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, CAUSAL: tl.constexpr = True
 ):
-    """The largest number of splits in which queries of one tile of a sequence see something."""
+    """Maximum number of splits that queries of one tile of a sequence attend to."""
     splits = (length + SPLIT - 1) // SPLIT
     if WINDOW:
-        seen: tl.constexpr = WINDOW + TOKENS - 2 if CAUSAL else 2 * WINDOW + TOKENS - 3
-        splits = tl.minimum(splits, seen // SPLIT + 2)
+        visible: tl.constexpr = WINDOW + TOKENS - 2 if CAUSAL else 2 * WINDOW + TOKENS - 3
+        splits = tl.minimum(splits, visible // SPLIT + 2)
     return tl.where(count > 0, splits, 0)
 
 
 @triton.jit
-def sequences(query_start_loc, seq_lens, first, num_seqs, TOKENS, WINDOW, SPLIT, CAUSAL, BLOCK: tl.constexpr):
-    """Queries, tiles of them, and splits of the sequences from ``first`` on."""
+def load_seqs(query_start_loc, seq_lens, first, num_seqs, TOKENS, WINDOW, SPLIT, CAUSAL, BLOCK: tl.constexpr):
+    """Loads the numbers of queries, tiles of queries, and splits of the sequences from ``first``."""
     at = first + tl.arange(0, BLOCK)
     inside = at < num_seqs
     start = tl.load(query_start_loc + at, mask=inside, other=0)
     count = tl.load(query_start_loc + at + 1, mask=inside, other=0) - start
     length = tl.load(seq_lens + at, mask=inside, other=0)
-    return count, (count + TOKENS - 1) // TOKENS, splits_of(count, length, TOKENS, WINDOW, SPLIT, CAUSAL)
+    return count, (count + TOKENS - 1) // TOKENS, num_splits(count, length, TOKENS, WINDOW, SPLIT, CAUSAL)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "capacity", "slots"])
+@triton.jit(do_not_specialize=["num_seqs", "capacity", "target_items"])
 def plan(
     query_start_loc,
     seq_lens,
     out,
     num_seqs,
     capacity,
-    slots,
+    target_items,
     HEAD_TILES: tl.constexpr,
     TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -75,49 +75,49 @@ def plan(
     CAUSAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The work items of a step, in one program.
+    """Plans the work items of a step, in one program.
 
-    An item is one tile of queries with all its splits, or, of a sequence that is split, with some of them. A sequence
-    is split where it has more than a program's fair share and its partial results fit in the workspace, which has room
-    for ``capacity`` splits of a token; those with one tile of queries first, as they have no other way to be parallel.
+    An item is one tile of queries with all its splits or, for a split sequence, with some of them. A sequence is split
+    if it has more splits than a program's fair share, and its partial results fit into the workspace, which has room
+    for ``capacity`` splits of a token. Sequences with one tile of queries go first, as they have no other parallelism.
 
     Args:
-        out: ``[HEADER + 3 * num_seqs]`` int32. The arrays: the number of items up to each sequence's end, its first
-            split in the workspace (-1: it is not split), and the number of split tokens up to its end.
-        slots: items that there should be.
+        out: ``[HEADER + 3 * num_seqs]`` int32. The arrays: the number of items up to the end of each sequence, its
+            first split in the workspace (-1: not split), and the number of split tokens up to its end.
+        target_items: desired number of items.
     """
     work = tl.zeros([], tl.int64)
     for first in range(0, num_seqs, BLOCK):
-        _, tiles, splits = sequences(query_start_loc, seq_lens, first, num_seqs, TOKENS, WINDOW, SPLIT, CAUSAL, BLOCK)
+        _, tiles, splits = load_seqs(query_start_loc, seq_lens, first, num_seqs, TOKENS, WINDOW, SPLIT, CAUSAL, BLOCK)
         work += tl.sum((tiles * splits).to(tl.int64))
-    share = tl.maximum(work * HEAD_TILES // slots, 1).to(tl.int32)
+    share = tl.maximum(work * HEAD_TILES // target_items, 1).to(tl.int32)
 
     small = tl.zeros([], tl.int32)
     for first in range(0, num_seqs, BLOCK):
-        count, tiles, splits = sequences(
+        count, tiles, splits = load_seqs(
             query_start_loc, seq_lens, first, num_seqs, TOKENS, WINDOW, SPLIT, CAUSAL, BLOCK
         )
-        needed = count * splits
-        small += tl.sum(tl.where((splits > share) & (needed <= capacity) & (tiles == 1), needed, 0))
+        num_partials = count * splits
+        small += tl.sum(tl.where((splits > share) & (num_partials <= capacity) & (tiles == 1), num_partials, 0))
 
     large = small
     small, items, tokens = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     for first in range(0, num_seqs, BLOCK):
-        count, tiles, splits = sequences(
+        count, tiles, splits = load_seqs(
             query_start_loc, seq_lens, first, num_seqs, TOKENS, WINDOW, SPLIT, CAUSAL, BLOCK
         )
-        needed = count * splits
-        wanted = (splits > share) & (needed <= capacity)
-        small_needed = tl.where(wanted & (tiles == 1), needed, 0)
-        large_needed = tl.where(wanted & (tiles > 1), needed, 0)
+        num_partials = count * splits
+        is_split_candidate = (splits > share) & (num_partials <= capacity)
+        small_needed = tl.where(is_split_candidate & (tiles == 1), num_partials, 0)
+        large_needed = tl.where(is_split_candidate & (tiles > 1), num_partials, 0)
         end = tl.where(tiles == 1, small + tl.cumsum(small_needed), large + tl.cumsum(large_needed))
-        split = wanted & (end <= capacity)
+        split = is_split_candidate & (end <= capacity)
         item_ends = items + tl.cumsum(tiles * tl.where(split, (splits + share - 1) // share, 1))
         token_ends = tokens + tl.cumsum(tl.where(split, count, 0))
         at = first + tl.arange(0, BLOCK)
         target = out + HEADER + at
         tl.store(target, item_ends, mask=at < num_seqs)
-        tl.store(target + num_seqs, tl.where(split, end - needed, -1), mask=at < num_seqs)
+        tl.store(target + num_seqs, tl.where(split, end - num_partials, -1), mask=at < num_seqs)
         tl.store(target + 2 * num_seqs, token_ends, mask=at < num_seqs)
         small += tl.sum(small_needed)
         large += tl.sum(large_needed)
@@ -128,20 +128,20 @@ def plan(
 
 
 @triton.jit
-def sequence_of(ends, number, num_seqs):
-    """The first sequence whose end is above ``number``, and the end of the one before."""
+def find_sequence(ends, number, num_seqs):
+    """Binary search of the first sequence whose end is above ``number``. Returns it and the end of the previous one."""
     low, high = tl.zeros([], tl.int32), num_seqs - 1
     while low < high:
         middle = (low + high) // 2
-        after = tl.load(ends + middle) <= number
-        low, high = tl.where(after, middle + 1, low), tl.where(after, high, middle)
+        is_after = tl.load(ends + middle) <= number
+        low, high = tl.where(is_after, middle + 1, low), tl.where(is_after, high, middle)
     return low, tl.load(ends + low - 1, mask=low > 0, other=0)
 
 
 @triton.jit
 def sum_halves(x):
-    """Sums of rows, whose size is a power of two, always in the same order, as ``sum_pairs`` has it: here columns that
-    are far apart first, which one thread holds after a matrix product."""
+    """Sum rows, whose size is a power of two, in a fixed order, as ``sum_pairs`` does. Here, distant columns are added
+    first, which are in one thread after a matrix product."""
     for _ in tl.static_range(8):
         if x.shape[1] > 1:
             x = tl.sum(x.reshape([x.shape[0], 2, x.shape[1] // 2]), 1)
@@ -149,60 +149,61 @@ def sum_halves(x):
 
 
 @triton.jit
-def relative_to(largest):
-    """What exponents are taken relative to: the maximum, or 0 where there is none, as infinities have no difference."""
-    return tl.where(largest == NOTHING, 0.0, largest)
+def finite_max(largest):
+    """Reference of exponents: the maximum, or 0 if it is minus infinity, as infinities have no difference."""
+    return tl.where(largest == NEG_INF, 0.0, largest)
 
 
 @triton.jit
-def fold_weights(largest, split_largest):
-    """The maximum of a split and those before, and what the sums and accumulators of each are multiplied with."""
+def merge_factors(largest, split_largest):
+    """Returns the maximum of a split and the previous ones, and the factors of the sums and accumulators of the
+    previous splits (``alpha``) and of the split (``beta``)."""
     new = tl.maximum(largest, split_largest)
-    relative = relative_to(new)
+    relative = finite_max(new)
     return new, tl.exp2(largest - relative), tl.exp2(split_largest - relative)
 
 
 @triton.jit
-def fold(largest, total, acc, split_largest, split_total, split_acc):
-    """A split's maximum, sum and accumulator folded into those of the splits before."""
-    new, before, own = fold_weights(largest, split_largest)
-    return new, total * before + split_total * own, acc * before[:, None] + split_acc * own[:, None]
+def merge(largest, total, acc, split_largest, split_total, split_acc):
+    """Merges a split's maximum, sum and accumulator into those of the previous splits."""
+    new, alpha, beta = merge_factors(largest, split_largest)
+    return new, total * alpha + split_total * beta, acc * alpha[:, None] + split_acc * beta[:, None]
 
 
 @triton.jit
-def inverse_of(total, largest, sinks, head, valid):
-    """What accumulators are multiplied with in the end; rows that are no queries have seen nothing.
+def inverse_sum(total, largest, sinks, head, valid):
+    """Inverse of the sum of weights. Rows that are not queries have no weights.
 
     Args:
-        sinks: a score of each head that is added to the sum, and has no value; or None.
+        sinks: sink logit of each head, or None.
     """
     if sinks is not None:
-        sink = tl.load(sinks + head, mask=valid, other=NOTHING) * LOG2_E
-        total += tl.exp2(tl.minimum(sink - relative_to(largest), 100.0))
+        sink = tl.load(sinks + head, mask=valid, other=NEG_INF) * LOG2_E
+        total += tl.exp2(tl.minimum(sink - finite_max(largest), 100.0))
     return 1.0 / tl.where(total > 0, total, 1.0)
 
 
 @triton.jit
-def end_split(
-    acc, own, before, inverse, memory, out, loaded, stored, finished, first, SIZE: tl.constexpr, IN_MEMORY: tl.constexpr
+def finish_split(
+    acc, beta, alpha, inverse, memory, out, loaded, stored, finished, first, SIZE: tl.constexpr, IN_MEMORY: tl.constexpr
 ):
-    """Rows of a split's accumulator, folded into the splits before where these are in memory (``loaded``), and written
-    there (``stored``) or, as a mean, to the output (``finished``).
+    """Merges rows of a split's accumulator into those of the previous splits if these are in memory (``loaded``), and
+    writes them there (``stored``), or normalized to the output (``finished``).
 
-    This is done for 32 columns at a time: threads exchange what they store in shared memory, and whole rows would take
-    registers and memory that the loop around has no room for.
+    This is done for 32 columns at a time, as threads exchange what they store through shared memory, and full rows
+    would need too many registers and too much shared memory within the loop.
     """
     if acc.shape[1] > 32:
         low, high = acc.reshape([acc.shape[0], 2, acc.shape[1] // 2]).permute(0, 2, 1).split()
         half: tl.constexpr = acc.shape[1] // 2
-        end_split(low, own, before, inverse, memory, out, loaded, stored, finished, first, SIZE, IN_MEMORY)
-        end_split(high, own, before, inverse, memory, out, loaded, stored, finished, first + half, SIZE, IN_MEMORY)
+        finish_split(low, beta, alpha, inverse, memory, out, loaded, stored, finished, first, SIZE, IN_MEMORY)
+        finish_split(high, beta, alpha, inverse, memory, out, loaded, stored, finished, first + half, SIZE, IN_MEMORY)
     else:
         columns = first + tl.arange(0, acc.shape[1])
         inside = (columns < SIZE)[None]
         if IN_MEMORY:
             all_acc = tl.load(memory[:, None] + columns[None], mask=loaded[:, None] & inside, other=0.0)
-            acc = all_acc * before[:, None] + acc * own[:, None]
+            acc = all_acc * alpha[:, None] + acc * beta[:, None]
             result = (acc * inverse[:, None]).to(out.dtype.element_ty)
             tl.store(out[:, None] + columns[None], result, mask=finished[:, None] & inside)
         tl.store(memory[:, None] + columns[None], acc, mask=stored[:, None] & inside)
@@ -245,20 +246,20 @@ def attention(
     IN_MEMORY: tl.constexpr,
     CAP: tl.constexpr,
 ):
-    """Attention of the items of a plan, which programs take in turn.
+    """Attention of the items of a plan, which are distributed over programs round-robin.
 
-    A row of a tile is a query head of a token: ``ROWS // GROUP_TILE`` tokens, and for each ``GROUP_TILE`` of the
-    ``GROUP`` heads that share keys and values.
+    A row of a tile is a query head of a token: a tile has ``ROWS // GROUP_TILE`` tokens, and for each ``GROUP_TILE`` of
+    the ``GROUP`` heads that share keys and values.
 
     Args:
-        scale: of scores, for exponents of two; with CAP, of what the hyperbolic tangent is taken of.
-        sinks: as of ``inverse_of``.
-        partial, partial_sums: accumulators, ``[rows, HEAD_DIM]``, and maxima and sums, ``[rows, 2]``. First those of
-            split sequences, where a row is a split of a token, for each head; from ``first_row`` on, ``ROWS`` for each
-            program.
-        IN_MEMORY: keep what was folded so far in these rows of the program, not in registers: for tiles with few
-            queries, that costs nothing, and leaves registers for two programs on a multiprocessor.
-        CAP: of scores, for exponents of two; 0 is none.
+        scale: softmax scale times log2(e); with CAP, the factor of scores before tanh.
+        sinks: see ``inverse_sum``.
+        partial, partial_sums: accumulators, ``[rows, HEAD_DIM]``, and maxima and sums, ``[rows, 2]``. The first rows
+            are those of split sequences, one per split of a token and head; from ``first_row``, each program has
+            ``ROWS`` rows.
+        IN_MEMORY: keep the merged results in these rows of the program instead of registers. For tiles with few
+            queries, that costs nothing, and leaves registers for two programs per multiprocessor.
+        CAP: soft cap of the scores times log2(e); 0: off.
     """
     HEAD_TILES: tl.constexpr = (GROUP + GROUP_TILE - 1) // GROUP_TILE
     TOKENS: tl.constexpr = ROWS // GROUP_TILE
@@ -269,32 +270,32 @@ def attention(
     items, share = tl.load(plan), tl.load(plan + 1)
     programs = tl.num_programs(0)
     for turn in range(0, (items + programs - 1) // programs):
-        # Every other turn in reverse, as items of long sequences' ends come before those of their beginnings.
+        # Every other turn is reversed, as items of the ends of long sequences precede those of their beginnings.
         program = tl.program_id(0)
         item = turn * programs + tl.where(turn % 2 == 0, program, programs - 1 - program)
         if item < items:
             kv_head = item % (KV_HEADS * HEAD_TILES) // HEAD_TILES
             first_head = item % HEAD_TILES * GROUP_TILE
             number = item // (KV_HEADS * HEAD_TILES)
-            sequence, first_item = sequence_of(plan + 4, number, num_seqs)
+            sequence, first_item = find_sequence(plan + 4, number, num_seqs)
             start = tl.load(query_start_loc + sequence)
             count = tl.load(query_start_loc + sequence + 1) - start
             length = tl.load(seq_lens + sequence)
-            place = tl.load(plan + 4 + num_seqs + sequence)
-            splits = splits_of(count, length, TOKENS, WINDOW, SPLIT, CAUSAL)
-            chunks = tl.where(place >= 0, (splits + share - 1) // share, 1)
+            partial_start = tl.load(plan + 4 + num_seqs + sequence)
+            splits = num_splits(count, length, TOKENS, WINDOW, SPLIT, CAUSAL)
+            items_per_tile = tl.where(partial_start >= 0, (splits + share - 1) // share, 1)
             number -= first_item
-            # The last queries, which see most, come first, so that programs end together.
-            first_token = ((count + TOKENS - 1) // TOKENS - 1 - number // chunks) * TOKENS
+            # The last queries, which attend to most positions, come first, so that programs end together.
+            first_token = ((count + TOKENS - 1) // TOKENS - 1 - number // items_per_tile) * TOKENS
             first_position = length - count + first_token
-            end_position = end_of(first_position, length, TOKENS, WINDOW, CAUSAL)
-            seen_from = first_seen(first_position, WINDOW, CHUNKED) if WINDOW else 0
-            first_split = seen_from // SPLIT
-            chunk_split = first_split + number % chunks * share
-            begin = tl.maximum(seen_from, chunk_split * SPLIT) // TILE
+            end_position = visible_end(first_position, length, TOKENS, WINDOW, CAUSAL)
+            visible_from = visible_start(first_position, WINDOW, CHUNKED) if WINDOW else 0
+            first_split = visible_from // SPLIT
+            first_item_split = first_split + number % items_per_tile * share
+            begin = tl.maximum(visible_from, first_item_split * SPLIT) // TILE
             end = (end_position + TILE - 1) // TILE
-            if place >= 0:
-                end = tl.minimum(end, (chunk_split + share) * (SPLIT // TILE))
+            if partial_start >= 0:
+                end = tl.minimum(end, (first_item_split + share) * (SPLIT // TILE))
 
             token = first_token + rows // GROUP_TILE
             head = first_head + rows % GROUP_TILE
@@ -304,23 +305,23 @@ def attention(
             query = q + (start + token).to(tl.int64) * q_stride + head * HEAD_DIM
             queries = tl.load(query[:, None] + dims[None], mask=valid[:, None] & (dims < HEAD_DIM)[None], other=0.0)
             table = block_tables + sequence.to(tl.int64) * table_stride
-            partial_row = (place + token * splits) * (KV_HEADS * GROUP) + head
+            partial_row = (partial_start + token * splits) * (KV_HEADS * GROUP) + head
 
-            largest = tl.full([ROWS], NOTHING, tl.float32)
+            largest = tl.full([ROWS], NEG_INF, tl.float32)
             total = tl.zeros([ROWS], tl.float32)
             acc = tl.zeros([ROWS, DIM], tl.float32)
             if not IN_MEMORY:
                 all_largest, all_total, all_acc = largest, total, acc
             target = out + (start + token).to(tl.int64) * out_stride + head * HEAD_DIM
-            # Tiles that all queries see whole.
-            seen_whole_to = end_of(first_position, length, 1, WINDOW, CAUSAL) // TILE
+            # Tiles that are not masked for any query.
+            full_end = visible_end(first_position, length, 1, WINDOW, CAUSAL) // TILE
             last_position = tl.minimum(first_position + TOKENS, length)
-            seen_whole_from = (first_seen(last_position - 1, WINDOW, CHUNKED) + TILE - 1) // TILE if WINDOW else 0
+            full_start = (visible_start(last_position - 1, WINDOW, CHUNKED) + TILE - 1) // TILE if WINDOW else 0
             for tile in tl.range(begin, end):
                 at = tile * TILE + columns
-                # What no query sees may be no numbers: keys are masked as scores, values as they are read.
-                seen = (at >= seen_from) & (at < end_position)
-                if PAGE % TILE == 0:  # a block has the whole tile: one address, and offsets that never change
+                # Positions that no query attends to may hold NaN: scores are masked, and values when they are loaded.
+                in_range = (at >= visible_from) & (at < end_position)
+                if PAGE % TILE == 0:  # a block contains the tile: one address and constant offsets
                     block = tl.load(table + tile * TILE // PAGE).to(tl.int64)
                     inner = kv_head * PAGE + tile * TILE % PAGE
                     key = values + block * block_stride + inner * HEAD_DIM + tile_offsets
@@ -332,72 +333,72 @@ def attention(
                     key_scale = scales + block * scale_stride + inner if QUANTIZED else None
                 value = key + KV_HEADS * PAGE * HEAD_DIM
                 if DIM == HEAD_DIM:
-                    k, v = tl.load(key), tl.load(value, mask=seen[:, None], other=0.0)
+                    k, v = tl.load(key), tl.load(value, mask=in_range[:, None], other=0.0)
                 else:
                     k = tl.load(key, mask=(dims < HEAD_DIM)[None], other=0.0)
-                    v = tl.load(value, mask=seen[:, None] & (dims < HEAD_DIM)[None], other=0.0)
+                    v = tl.load(value, mask=in_range[:, None] & (dims < HEAD_DIM)[None], other=0.0)
                 scores = tl.dot(queries, tl.trans(k.to(queries.dtype)), input_precision="ieee")
                 if QUANTIZED:
-                    value_scale = tl.load(key_scale + KV_HEADS * PAGE, mask=seen, other=0.0)
+                    value_scale = tl.load(key_scale + KV_HEADS * PAGE, mask=in_range, other=0.0)
                     scores *= (tl.load(key_scale) * scale)[None]
                 else:
                     scores *= scale
                 if CAP > 0:
                     scores = tanh(scores) * CAP
-                if (tile < seen_whole_from) | (tile >= seen_whole_to):
+                if (tile < full_start) | (tile >= full_end):
                     visible = at[None] <= position if CAUSAL else at[None] < end_position
                     if WINDOW and not CAUSAL:
                         visible &= at[None] < position + WINDOW
                     if WINDOW:
-                        visible &= at[None] >= first_seen(position, WINDOW, CHUNKED)
-                    scores = tl.where(visible, scores, NOTHING)
+                        visible &= at[None] >= visible_start(position, WINDOW, CHUNKED)
+                    scores = tl.where(visible, scores, NEG_INF)
                 new = tl.maximum(largest, tl.max(scores, 1))
-                relative = relative_to(new)
+                relative = finite_max(new)
                 weights = tl.exp2(scores - relative[:, None])
-                before = tl.exp2(largest - relative)
-                total = total * before + sum_halves(weights)
+                alpha = tl.exp2(largest - relative)
+                total = total * alpha + sum_halves(weights)
                 largest = new
                 if QUANTIZED:
                     weights *= value_scale[None]
-                acc *= before[:, None]
+                acc *= alpha[:, None]
                 acc = tl.dot(weights.to(queries.dtype), v.to(queries.dtype), acc, input_precision="ieee")
                 if ((tile + 1) % (SPLIT // TILE) == 0) | (tile + 1 == end):
                     row = partial_row + (tile // (SPLIT // TILE) - first_split) * (KV_HEADS * GROUP)
-                    split = place >= 0
+                    split = partial_start >= 0
                     if IN_MEMORY:
                         row = tl.where(split, row, first_row + program * ROWS + rows)
                         is_first = tile * TILE // SPLIT == begin * TILE // SPLIT
                         loaded = valid & (rows < tl.where(split | is_first, 0, ROWS))
                         finished = valid & (rows < tl.where(split | (tile + 1 < end), 0, ROWS))
                         stored = valid & (rows < tl.where(split | (tile + 1 < end), ROWS, 0))
-                        all_largest = tl.load(partial_sums + row * 2, mask=loaded, other=NOTHING)
+                        all_largest = tl.load(partial_sums + row * 2, mask=loaded, other=NEG_INF)
                         all_total = tl.load(partial_sums + row * 2 + 1, mask=loaded, other=0.0)
-                        new, before, own = fold_weights(all_largest, largest)
-                        total = all_total * before + total * own
-                        inverse = inverse_of(total, new, sinks, head, valid)
-                        end_split(
-                            acc, own, before, inverse, partial + row * HEAD_DIM, target,
+                        new, alpha, beta = merge_factors(all_largest, largest)
+                        total = all_total * alpha + total * beta
+                        inverse = inverse_sum(total, new, sinks, head, valid)
+                        finish_split(
+                            acc, beta, alpha, inverse, partial + row * HEAD_DIM, target,
                             loaded, stored, finished, 0, HEAD_DIM, True,
                         )  # fmt: skip
                         tl.store(partial_sums + row * 2, new, mask=stored)
                         tl.store(partial_sums + row * 2 + 1, total, mask=stored)
                     elif split:
-                        end_split(
+                        finish_split(
                             acc, total, total, total, partial + row * HEAD_DIM, target,
                             valid, valid, valid, 0, HEAD_DIM, False,
                         )  # fmt: skip
                         tl.store(partial_sums + row * 2, largest, mask=valid)
                         tl.store(partial_sums + row * 2 + 1, total, mask=valid)
                     else:
-                        all_largest, all_total, all_acc = fold(all_largest, all_total, all_acc, largest, total, acc)
-                    largest = tl.full([ROWS], NOTHING, tl.float32)
+                        all_largest, all_total, all_acc = merge(all_largest, all_total, all_acc, largest, total, acc)
+                    largest = tl.full([ROWS], NEG_INF, tl.float32)
                     total = tl.zeros([ROWS], tl.float32)
                     acc = tl.zeros([ROWS, DIM], tl.float32)
             if not IN_MEMORY:
-                inverse = inverse_of(all_total, all_largest, sinks, head, valid)
+                inverse = inverse_sum(all_total, all_largest, sinks, head, valid)
                 mean = (all_acc * inverse[:, None]).to(queries.dtype)
-                here = valid & (rows < tl.where(place < 0, ROWS, 0))
-                tl.store(target[:, None] + dims[None], mean, mask=here[:, None] & (dims < HEAD_DIM)[None])
+                store_mask = valid & (rows < tl.where(partial_start < 0, ROWS, 0))
+                tl.store(target[:, None] + dims[None], mean, mask=store_mask[:, None] & (dims < HEAD_DIM)[None])
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
@@ -424,40 +425,40 @@ def reduce(
     DIM: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Folds the partial results of split sequences: items are ``GROUP_TILE`` heads of a token."""
+    """Merges the partial results of split sequences. An item is ``GROUP_TILE`` heads of a token."""
     HEAD_TILES: tl.constexpr = (GROUP + GROUP_TILE - 1) // GROUP_TILE
     TOKENS: tl.constexpr = ROWS // GROUP_TILE
     rows = tl.arange(0, HEADS)
     dims = tl.arange(0, DIM)
     for item in range(tl.program_id(0), tl.load(plan + 2), tl.num_programs(0)):
         number = item // (KV_HEADS * HEAD_TILES)
-        sequence, first = sequence_of(plan + 4 + 2 * num_seqs, number, num_seqs)
+        sequence, first = find_sequence(plan + 4 + 2 * num_seqs, number, num_seqs)
         token = number - first
         start = tl.load(query_start_loc + sequence)
         count = tl.load(query_start_loc + sequence + 1) - start
         length = tl.load(seq_lens + sequence)
-        place = tl.load(plan + 4 + num_seqs + sequence)
-        splits = splits_of(count, length, TOKENS, WINDOW, SPLIT, CAUSAL)
-        # As in attention: of the tile that has the token.
+        partial_start = tl.load(plan + 4 + num_seqs + sequence)
+        splits = num_splits(count, length, TOKENS, WINDOW, SPLIT, CAUSAL)
+        # As in attention, for the tile that contains the token.
         first_position = length - count + token // TOKENS * TOKENS
-        end_position = end_of(first_position, length, TOKENS, WINDOW, CAUSAL)
-        first_split = first_seen(first_position, WINDOW, CHUNKED) // SPLIT if WINDOW else 0
-        parts = (end_position + SPLIT - 1) // SPLIT - first_split
+        end_position = visible_end(first_position, length, TOKENS, WINDOW, CAUSAL)
+        first_split = visible_start(first_position, WINDOW, CHUNKED) // SPLIT if WINDOW else 0
+        num_parts = (end_position + SPLIT - 1) // SPLIT - first_split
 
         head = item % HEAD_TILES * GROUP_TILE + rows
         valid = (rows < GROUP_TILE) & (head < GROUP)
         head += item % (KV_HEADS * HEAD_TILES) // HEAD_TILES * GROUP
         inside = valid[:, None] & (dims < HEAD_DIM)[None]
-        row = (place + token * splits) * (KV_HEADS * GROUP) + head
-        largest = tl.full([HEADS], NOTHING, tl.float32)
+        row = (partial_start + token * splits) * (KV_HEADS * GROUP) + head
+        largest = tl.full([HEADS], NEG_INF, tl.float32)
         total = tl.zeros([HEADS], tl.float32)
         acc = tl.zeros([HEADS, DIM], tl.float32)
-        for part in tl.range(0, parts, num_stages=STAGES):
+        for part in tl.range(0, num_parts, num_stages=STAGES):
             at = row + part * (KV_HEADS * GROUP)
-            part_largest = tl.load(partial_sums + at * 2, mask=valid, other=NOTHING)
-            part_total = tl.load(partial_sums + at * 2 + 1, mask=valid, other=0.0)
+            part_max = tl.load(partial_sums + at * 2, mask=valid, other=NEG_INF)
+            part_sum = tl.load(partial_sums + at * 2 + 1, mask=valid, other=0.0)
             part_acc = tl.load(partial + (at * HEAD_DIM)[:, None] + dims[None], mask=inside, other=0.0)
-            largest, total, acc = fold(largest, total, acc, part_largest, part_total, part_acc)
+            largest, total, acc = merge(largest, total, acc, part_max, part_sum, part_acc)
         target = out + (start + token).to(tl.int64) * out_stride + head * HEAD_DIM
-        mean = acc * inverse_of(total, largest, sinks, head, valid)[:, None]
+        mean = acc * inverse_sum(total, largest, sinks, head, valid)[:, None]
         tl.store(target[:, None] + dims[None], mean.to(out.dtype.element_ty), mask=inside)

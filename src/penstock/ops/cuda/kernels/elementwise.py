@@ -1,4 +1,4 @@
-"""Row-wise kernels: norms, rotary embedding, activations and factors."""
+"""Row-wise kernels: norms, rotary embedding, activations and scaling."""
 
 import triton
 import triton.language as tl
@@ -6,10 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def sum_pairs(x):
-    """Sum over the last dimension, a power of two: neighbours first, then neighbouring sums, and so on.
+    """Sum over the last dimension, a power of two: adjacent elements first, then adjacent sums, and so on.
 
-    The order of a sum by ``tl.sum`` follows from how the compiler spreads a tensor over threads, which may differ
-    between kernels. This one is always the same, and costs the same: the first sums are within a thread.
+    The order of ``tl.sum`` depends on how the compiler distributes a tensor over threads, which may differ between
+    kernels. This order is fixed, and costs the same, as the first sums are within a thread.
     """
     for _ in tl.static_range(16):
         if x.shape[-1] > 1:
@@ -19,35 +19,35 @@ def sum_pairs(x):
 
 @triton.jit
 def inverse_rms(x, size, eps):
-    """Of rows that are filled up with zeros to a power of two."""
+    """Inverse RMS of rows that are zero-padded to a power of two."""
     return tl.rsqrt(sum_pairs(x * x) / size + eps)
 
 
 @triton.jit
-def times_weights(wide, weights, dtype: tl.constexpr):
-    """What was normed, in float32, times the weights: rounded before, or, where these are float32, only then."""
+def scale_by_weights(x32, weights, dtype: tl.constexpr):
+    """Multiply normalized values by weights. Round before if these have ``dtype``, after if they are float32."""
     if weights.dtype == dtype:
-        return wide.to(dtype) * weights
-    return (wide * weights).to(dtype)
+        return x32.to(dtype) * weights
+    return (x32 * weights).to(dtype)
 
 
 @triton.jit
 def rms_norm(x, weight, out, stride, group_size, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """One row a program: row ``program % group_size`` of a token's, which are contiguous."""
+    """One program per row: row ``program % group_size`` of a token, whose rows are contiguous."""
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     start = (row // group_size).to(tl.int64) * stride + row % group_size * SIZE
-    given = tl.load(x + start + columns, mask=inside, other=0.0)
+    row_values = tl.load(x + start + columns, mask=inside, other=0.0)
     weights = tl.load(weight + columns, mask=inside, other=0.0)
-    wide = given.to(tl.float32)
-    normed = times_weights(wide * inverse_rms(wide, SIZE, eps), weights, given.dtype)
+    x32 = row_values.to(tl.float32)
+    normed = scale_by_weights(x32 * inverse_rms(x32, SIZE, eps), weights, row_values.dtype)
     tl.store(out + row.to(tl.int64) * SIZE + columns, normed, mask=inside)
 
 
 @triton.jit
 def add_rms_norm(x, residual, weight, out, stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """One row a program."""
+    """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -55,32 +55,32 @@ def add_rms_norm(x, residual, weight, out, stride, eps, SIZE: tl.constexpr, BLOC
     added += tl.load(residual + row * SIZE + columns, mask=inside, other=0.0)
     weights = tl.load(weight + columns, mask=inside, other=0.0)
     tl.store(residual + row * SIZE + columns, added, mask=inside)
-    wide = added.to(tl.float32)
-    normed = times_weights(wide * inverse_rms(wide, SIZE, eps), weights, added.dtype)
+    x32 = added.to(tl.float32)
+    normed = scale_by_weights(x32 * inverse_rms(x32, SIZE, eps), weights, added.dtype)
     tl.store(out + row * SIZE + columns, normed, mask=inside)
 
 
 @triton.jit
 def layer_norm(x, weight, bias, out, stride, group_size, weight_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """One row a program: row ``program % group_size`` of a token's, whose weights lie ``weight_stride`` apart."""
+    """One program per row: row ``program % group_size`` of a token, with weights ``weight_stride`` apart."""
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     group = row % group_size
     start = (row // group_size).to(tl.int64) * stride + group * SIZE
-    given = tl.load(x + start + columns, mask=inside, other=0.0)
-    wide = given.to(tl.float32)
-    centered = tl.where(inside, wide - sum_pairs(wide) / SIZE, 0.0)
+    row_values = tl.load(x + start + columns, mask=inside, other=0.0)
+    x32 = row_values.to(tl.float32)
+    centered = tl.where(inside, x32 - sum_pairs(x32) / SIZE, 0.0)
     weights = tl.load(weight + group * weight_stride + columns, mask=inside, other=0.0)
     normed = centered * inverse_rms(centered, SIZE, eps) * weights
     if bias is not None:
         normed += tl.load(bias + columns, mask=inside, other=0.0)
-    tl.store(out + row.to(tl.int64) * SIZE + columns, normed.to(given.dtype), mask=inside)
+    tl.store(out + row.to(tl.int64) * SIZE + columns, normed.to(row_values.dtype), mask=inside)
 
 
 @triton.jit
 def add(x, residual, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """``residual += x`` for some columns of a row."""
+    """``residual += x`` for a block of columns of a row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -90,7 +90,7 @@ def add(x, residual, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def rotate(low, high, table, position, size, columns, inside):
-    """The two halves of heads, rotated, in float32; ``size`` is that of a half."""
+    """Rotate the two halves of heads, of ``size`` elements each. Returns float32."""
     cos = tl.load(table + position * 2 * size + columns, mask=inside, other=0.0)[None]
     sin = tl.load(table + position * 2 * size + size + columns, mask=inside, other=0.0)[None]
     low, high = low.to(tl.float32), high.to(tl.float32)
@@ -101,7 +101,7 @@ def rotate(low, high, table, position, size, columns, inside):
 def rope(
     x, positions, table, out, stride, HEADS: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Some heads of a token."""
+    """A block of heads of a token."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
@@ -109,14 +109,14 @@ def rope(
     at = heads[:, None] * (2 * HALF) + columns[None]
     low = tl.load(x + token * stride + at, mask=inside)
     high = tl.load(x + token * stride + HALF + at, mask=inside)
-    turned_low, turned_high = rotate(low, high, table, tl.load(positions + token), HALF, columns, columns < HALF)
+    out_low, out_high = rotate(low, high, table, tl.load(positions + token), HALF, columns, columns < HALF)
     target = out + token * (HEADS * 2 * HALF)
-    tl.store(target + at, turned_low.to(low.dtype), mask=inside)
-    tl.store(target + HALF + at, turned_high.to(low.dtype), mask=inside)
+    tl.store(target + at, out_low.to(low.dtype), mask=inside)
+    tl.store(target + HALF + at, out_high.to(low.dtype), mask=inside)
 
 
 @triton.jit
-def rope_some(
+def rope_partial(
     x,
     positions,
     table,
@@ -130,30 +130,30 @@ def rope_some(
     BLOCK: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """Some heads of a token, whose first ``2 * HALF`` numbers are rotated: halves against each other, or neighbours."""
+    """A block of heads of a token, of which the first ``2 * HALF`` elements are rotated."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     inside = (heads < HEADS)[:, None] & (columns < HALF)[None]
     first = columns * 2 if INTERLEAVED else columns
-    apart: tl.constexpr = 1 if INTERLEAVED else HALF
+    distance: tl.constexpr = 1 if INTERLEAVED else HALF
     at = heads[:, None] * DIM + first[None]
     low = tl.load(x + token * stride + at, mask=inside, other=0.0)
-    high = tl.load(x + token * stride + apart + at, mask=inside, other=0.0)
-    position = tl.maximum(tl.load(positions + token), 0)  # of padding it may be anything
-    turned_low, turned_high = rotate(low, high, table, position, HALF, columns, columns < HALF)
+    high = tl.load(x + token * stride + distance + at, mask=inside, other=0.0)
+    position = tl.maximum(tl.load(positions + token), 0)  # arbitrary for padding
+    out_low, out_high = rotate(low, high, table, position, HALF, columns, columns < HALF)
     target = out + token * (HEADS * DIM)
-    tl.store(target + at, turned_low.to(low.dtype), mask=inside)
-    tl.store(target + apart + at, turned_high.to(low.dtype), mask=inside)
+    tl.store(target + at, out_low.to(low.dtype), mask=inside)
+    tl.store(target + distance + at, out_high.to(low.dtype), mask=inside)
     rest = 2 * HALF + tl.arange(0, REST)
-    passed = (heads < HEADS)[:, None] & (rest < DIM)[None]
+    rest_mask = (heads < HEADS)[:, None] & (rest < DIM)[None]
     at = heads[:, None] * DIM + rest[None]
-    tl.store(target + at, tl.load(x + token * stride + at, mask=passed), mask=passed)
+    tl.store(target + at, tl.load(x + token * stride + at, mask=rest_mask), mask=rest_mask)
 
 
 @triton.jit
 def tanh(x):
-    """To about 1 in 10^7 (Cephes; Moshier, 1984)."""
+    """tanh with error 1e-7 (Cephes; Moshier, 1984)."""
     square = x * x
     p = -5.70498872745e-3 * square + 2.06390887954e-2
     p = p * square - 5.37397155531e-2
@@ -164,13 +164,13 @@ def tanh(x):
 
 
 @triton.jit
-def activated(x, FUNCTION: tl.constexpr):
-    """A function of ``ACTIVATIONS`` of float32 numbers."""
+def apply_activation(x, FUNCTION: tl.constexpr):
+    """A function of ``ACTIVATIONS``, for float32."""
     if FUNCTION == "silu":
         result = x / (1.0 + tl.exp(-x))
     elif FUNCTION == "gelu":
         result = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif FUNCTION == "gelu_tanh":  # x * (1 + tanh(y)) / 2 is x * sigmoid(2 * y)
+    elif FUNCTION == "gelu_tanh":  # x * (1 + tanh(y)) / 2 = x * sigmoid(2 * y)
         exponent = -1.5957691216057308 * (x + 0.044715 * x * x * x)
         result = x / (1.0 + tl.exp(tl.minimum(exponent, 80.0)))
     elif FUNCTION == "relu":
@@ -182,13 +182,13 @@ def activated(x, FUNCTION: tl.constexpr):
 
 @triton.jit
 def gated(gate, up, FUNCTION: tl.constexpr):
-    """``activation_and_mul`` of float32 numbers."""
+    """``activation_and_mul`` for float32."""
     if FUNCTION == "swigluoai":
-        gate = tl.where(gate > 7.0, 7.0, gate)  # what is no number stays none
+        gate = tl.where(gate > 7.0, 7.0, gate)  # NaN is kept
         up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
         result = (up + 1.0) * gate / (1.0 + tl.exp(-1.702 * gate))
     else:
-        result = activated(gate, FUNCTION) * up
+        result = apply_activation(gate, FUNCTION) * up
     return result
 
 
@@ -203,27 +203,27 @@ def activation(
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Some columns of a row; times those of the row's second half where it is gated."""
+    """A block of columns of a row; if GATED, times those of the row's second half."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE
-    given = tl.load(x + row * stride + columns, mask=inside, other=0.0)
+    row_values = tl.load(x + row * stride + columns, mask=inside, other=0.0)
     if GATED:
         up = tl.load(x + row * stride + SIZE + columns, mask=inside, other=0.0).to(tl.float32)
-        result = gated(given.to(tl.float32), up, FUNCTION)
+        result = gated(row_values.to(tl.float32), up, FUNCTION)
     else:
-        result = activated(given.to(tl.float32), FUNCTION)
-    tl.store(out + row * out_stride + columns, result.to(given.dtype), mask=inside)
+        result = apply_activation(row_values.to(tl.float32), FUNCTION)
+    tl.store(out + row * out_stride + columns, result.to(row_values.dtype), mask=inside)
 
 
 @triton.jit
 def scale(x, out, stride, factor, cap, SIZE: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr):
-    """Some columns of a row."""
+    """A block of columns of a row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE
-    given = tl.load(x + row * stride + columns, mask=inside)
-    result = given.to(tl.float32) * factor
+    row_values = tl.load(x + row * stride + columns, mask=inside)
+    result = row_values.to(tl.float32) * factor
     if CAPPED:
         result = tanh(result / cap) * cap
-    tl.store(out + row * SIZE + columns, result.to(given.dtype), mask=inside)
+    tl.store(out + row * SIZE + columns, result.to(row_values.dtype), mask=inside)

@@ -1,14 +1,14 @@
-"""Kernels of mixtures of experts: the router, the choices of each expert, and the sum of a token's experts."""
+"""Kernels of mixtures of experts: router, grouping of assignments by expert, and weighted sum of experts' outputs."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def _best(values, index):
-    """The lowest index of the largest value. What is no number is never above another."""
-    known = tl.where(values == values, values, float("-inf"))
-    return tl.min(tl.where(known == tl.max(known, 0), index, 1 << 30), 0)
+def _argmax(values, index):
+    """Lowest index of the largest value. NaN is never the largest."""
+    clean = tl.where(values == values, values, float("-inf"))
+    return tl.min(tl.where(clean == tl.max(clean, 0), index, 1 << 30), 0)
 
 
 @triton.jit
@@ -24,91 +24,91 @@ def route(
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     SIGMOID: tl.constexpr,
-    TWO_BEST: tl.constexpr,
+    SUM_TOP2: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     SIZE: tl.constexpr,
-    CHOICES: tl.constexpr,
+    TOP_K_SIZE: tl.constexpr,
 ):
-    """Experts and weights of a token. SIZE and CHOICES are powers of two that are not below the experts and TOP_K."""
+    """Selects the experts of a token, and computes their weights. SIZE and TOP_K_SIZE are the number of experts and
+    TOP_K, rounded up to powers of two."""
     token = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, SIZE)
-    there = index < experts
-    x = tl.load(logits + token * experts + index, mask=there, other=float("-inf"))
+    valid = index < experts
+    x = tl.load(logits + token * experts + index, mask=valid, other=float("-inf"))
     if SIGMOID:
         scores = 1 / (1 + tl.exp(-x))
     else:
-        known = tl.where(x == x, x, float("-inf"))
-        e = tl.where(there, tl.exp(x - tl.max(known, 0)), 0.0)
+        clean = tl.where(x == x, x, float("-inf"))
+        e = tl.where(valid, tl.exp(x - tl.max(clean, 0)), 0.0)
         scores = e / tl.sum(e, 0)
-    choice = scores
+    biased = scores
     if bias is not None:
-        choice += tl.load(bias + index, mask=there, other=0.0)
-    choice = tl.where(there & (choice == choice), choice, float("-inf"))
-    taken = there == 0
+        biased += tl.load(bias + index, mask=valid, other=0.0)
+    biased = tl.where(valid & (biased == biased), biased, float("-inf"))
+    used = valid == 0
     if TOP_GROUPS < GROUPS:
         group = index // (experts // GROUPS)
-        best_of = tl.zeros((SIZE,), tl.float32)
+        group_scores = tl.zeros((SIZE,), tl.float32)
         for g in tl.static_range(GROUPS):
-            own = tl.where(group == g, choice, float("-inf"))
-            best = tl.max(own, 0)
-            if TWO_BEST:
-                best += tl.max(tl.where(index == _best(own, index), float("-inf"), own), 0)
-            best_of = tl.where(index == g, best, best_of)
-        best_of = tl.where(index < GROUPS, best_of, float("-inf"))
-        excluded = index < GROUPS
+            group_values = tl.where(group == g, biased, float("-inf"))
+            best = tl.max(group_values, 0)
+            if SUM_TOP2:
+                best += tl.max(tl.where(index == _argmax(group_values, index), float("-inf"), group_values), 0)
+            group_scores = tl.where(index == g, best, group_scores)
+        group_scores = tl.where(index < GROUPS, group_scores, float("-inf"))
+        remaining = index < GROUPS
         kept = tl.zeros((SIZE,), tl.int32)
         for _ in tl.static_range(TOP_GROUPS):
-            g = tl.min(
-                tl.where(excluded & (best_of == tl.max(tl.where(excluded, best_of, float("-inf")), 0)), index, SIZE), 0
-            )
-            excluded = excluded & (index != g)
+            best = tl.max(tl.where(remaining, group_scores, float("-inf")), 0)
+            g = tl.min(tl.where(remaining & (group_scores == best), index, SIZE), 0)
+            remaining = remaining & (index != g)
             kept = tl.where(group == g, 1, kept)
-        choice = tl.where(kept != 0, choice, float("-inf"))
-    slot = tl.arange(0, CHOICES)
-    chosen = tl.zeros((CHOICES,), tl.int32)
-    values = tl.zeros((CHOICES,), tl.float32)
+        biased = tl.where(kept != 0, biased, float("-inf"))
+    slot = tl.arange(0, TOP_K_SIZE)
+    expert_ids = tl.zeros((TOP_K_SIZE,), tl.int32)
+    values = tl.zeros((TOP_K_SIZE,), tl.float32)
     total = 0.0
     for j in tl.static_range(TOP_K):
-        left = tl.where(taken, float("-inf"), choice)
-        expert = tl.min(tl.where((taken == 0) & (left == tl.max(left, 0)), index, SIZE), 0)
+        candidates = tl.where(used, float("-inf"), biased)
+        expert = tl.min(tl.where((used == 0) & (candidates == tl.max(candidates, 0)), index, SIZE), 0)
         value = tl.sum(tl.where(index == expert, scores, 0.0), 0)
-        taken = taken | (index == expert)
-        chosen = tl.where(slot == j, expert, chosen)
+        used = used | (index == expert)
+        expert_ids = tl.where(slot == j, expert, expert_ids)
         values = tl.where(slot == j, value, values)
         total += value
     if RENORMALIZE:
         values = values / tl.maximum(total, min_sum)
     at = token * TOP_K + slot
-    tl.store(ids + at, chosen.to(tl.int64), mask=slot < TOP_K)
+    tl.store(ids + at, expert_ids.to(tl.int64), mask=slot < TOP_K)
     tl.store(weights + at, values * scale, mask=slot < TOP_K)
 
 
 @triton.jit(do_not_specialize=["count"])
-def group_choices(
-    ids, choices, owners, first, experts, count, BT: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+def group_assignments(
+    ids, assignments, tile_experts, first, experts, count, BT: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The choices of an expert in ascending order, in tiles of BT places of their own (``choices``), and the expert of
-    each tile (``owners``): both are -1 where nothing is written. SIZE is a power of two, and not below ``experts``."""
+    """Writes the assignments of an expert in ascending order, in separate tiles of BT (``assignments``), and the expert
+    of each tile (``tile_experts``). Other entries stay -1. SIZE is ``experts`` rounded up to a power of two."""
     expert = tl.program_id(0)
     index = tl.arange(0, SIZE)
     counts = tl.zeros((SIZE,), tl.int32)
     for start in range(0, count, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        chosen = tl.load(ids + at, mask=at < count, other=-1) - first
-        counts += tl.sum((chosen[None, :] == index[:, None]).to(tl.int32), 1)
+        expert_ids = tl.load(ids + at, mask=at < count, other=-1) - first
+        counts += tl.sum((expert_ids[None, :] == index[:, None]).to(tl.int32), 1)
     counts = tl.where(index < experts, counts, 0)
     tiles = (counts + (BT - 1)) // BT
     first_tile = tl.sum(tl.where(index < expert, tiles, 0), 0)
-    own_tiles = tl.sum(tl.where(index == expert, tiles, 0), 0)
-    for tile in range(own_tiles):
-        tl.store(owners + first_tile + tile, expert)
-    place = first_tile * BT
+    num_tiles = tl.sum(tl.where(index == expert, tiles, 0), 0)
+    for tile in range(num_tiles):
+        tl.store(tile_experts + first_tile + tile, expert)
+    position = first_tile * BT
     for start in range(0, count, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        own = (tl.load(ids + at, mask=at < count, other=-1) - first == expert) & (at < count)
-        rank = tl.cumsum(own.to(tl.int32), 0)
-        tl.store(choices + place + rank - 1, at, mask=own)
-        place += tl.sum(own.to(tl.int32), 0)
+        selected = (tl.load(ids + at, mask=at < count, other=-1) - first == expert) & (at < count)
+        rank = tl.cumsum(selected.to(tl.int32), 0)
+        tl.store(assignments + position + rank - 1, at, mask=selected)
+        position += tl.sum(selected.to(tl.int32), 0)
 
 
 @triton.jit
@@ -124,7 +124,7 @@ def combine(
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (token, block of columns)."""
+    """Grid: token, block of columns."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size

@@ -1,7 +1,7 @@
 """Kernels that write to the paged KV cache, and copy between it and transfer buffers.
 
 A layer's cache is ``[blocks, 2, kv_heads, block_size, head_dim]``, with ``[blocks, 2, kv_heads, block_size]`` float32
-scales where it is quantized; blocks of all layers lie between each other (``block_stride``).
+scales if it is quantized. Blocks contain all layers (``block_stride``).
 """
 
 import triton
@@ -11,7 +11,7 @@ from .elementwise import inverse_rms, rotate
 
 MIN_MAGNITUDE = tl.constexpr(1e-30)
 ROUND = tl.constexpr(12582912.0)
-"""1.5 * 2**23: adding it rounds to an integer, halves to even."""
+"""1.5 * 2**23: adding it rounds to an integer, half to even."""
 
 
 @triton.jit
@@ -31,8 +31,8 @@ def store_vector(
     QUANTIZATION: tl.constexpr,
     columns,
 ):
-    """Both halves of a key (part 0) or value (part 1), each ``[1, columns]`` and 0 beyond the half; a negative slot
-    takes nothing."""
+    """Stores both halves of a key (part 0) or value (part 1), each ``[1, columns]`` and zero beyond the half. A
+    negative slot stores nothing."""
     inside = (columns < tl.where(slot >= 0, HALF, 0))[None]
     block, offset = slot // PAGE, slot % PAGE
     row = (part * KV_HEADS + head) * PAGE + offset
@@ -41,15 +41,15 @@ def store_vector(
         low, high = low.to(tl.float32), high.to(tl.float32)
         limit: tl.constexpr = 127.0 if QUANTIZATION == "int8" else 448.0
         maximum = tl.maximum(tl.max(tl.abs(low)), tl.max(tl.abs(high)))
-        whole = tl.zeros_like(maximum) + limit
-        inverse = tl.where(maximum > MIN_MAGNITUDE, tl.div_rn(whole, maximum), 0.0)
+        limits = tl.zeros_like(maximum) + limit
+        inverse = tl.where(maximum > MIN_MAGNITUDE, tl.div_rn(limits, maximum), 0.0)
         low, high = low * inverse, high * inverse
         if QUANTIZATION == "int8":
             low, high = ((low + ROUND) - ROUND).to(tl.int8), ((high + ROUND) - ROUND).to(tl.int8)
         else:
             low = low.to(tl.float8e4nv, fp_downcast_rounding="rtne")
             high = high.to(tl.float8e4nv, fp_downcast_rounding="rtne")
-        tl.store(scales + block * scale_stride + row, tl.div_rn(maximum, whole), mask=slot >= 0)
+        tl.store(scales + block * scale_stride + row, tl.div_rn(maximum, limits), mask=slot >= 0)
     tl.store(target, low, mask=inside)
     tl.store(target + HALF, high, mask=inside)
 
@@ -71,7 +71,7 @@ def store_kv(
     QUANTIZATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Key and value of a token (program 0) and head (program 1)."""
+    """Grid: token, head."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slot_mapping + token)
     columns = tl.arange(0, BLOCK)
@@ -87,20 +87,21 @@ def store_kv(
 
 @triton.jit
 def norm_and_rotate(x, weight, table, position, eps, heads, HEADS, HALF: tl.constexpr, columns, BLOCK: tl.constexpr):
-    """The halves of heads ``[heads, columns]`` in the dtype of ``x``, with the bits of ``rms_norm`` and ``rope``."""
+    """Norm and rotary embedding of heads, with the bits of ``rms_norm`` and ``rope``. Returns both halves ``[heads,
+    columns]`` in the dtype of ``x``, their offsets, and mask."""
     at = heads[:, None] * (2 * HALF) + columns[None]
     inside = (heads < HEADS)[:, None] & (columns < HALF)[None]
     low, high = tl.load(x + at, mask=inside, other=0.0), tl.load(x + HALF + at, mask=inside, other=0.0)
     dtype = low.dtype
     if weight is not None:
-        # Both halves once more, as one row in which the sum is that of rms_norm.
-        whole = tl.arange(0, BLOCK)
-        there = (heads < HEADS)[:, None] & (whole < 2 * HALF)[None]
-        wide = tl.load(x + heads[:, None] * (2 * HALF) + whole[None], mask=there, other=0.0).to(tl.float32)
-        inverse = inverse_rms(wide, 2 * HALF, eps)[:, None]
-        own = columns < HALF
-        low = (low.to(tl.float32) * inverse).to(dtype) * tl.load(weight + columns, mask=own, other=0.0)[None]
-        high = (high.to(tl.float32) * inverse).to(dtype) * tl.load(weight + HALF + columns, mask=own, other=0.0)[None]
+        # Both halves are loaded again as one row, so that the sum is that of rms_norm.
+        full_columns = tl.arange(0, BLOCK)
+        full_mask = (heads < HEADS)[:, None] & (full_columns < 2 * HALF)[None]
+        x32 = tl.load(x + heads[:, None] * (2 * HALF) + full_columns[None], mask=full_mask, other=0.0).to(tl.float32)
+        inverse = inverse_rms(x32, 2 * HALF, eps)[:, None]
+        mask = columns < HALF
+        low = (low.to(tl.float32) * inverse).to(dtype) * tl.load(weight + columns, mask=mask, other=0.0)[None]
+        high = (high.to(tl.float32) * inverse).to(dtype) * tl.load(weight + HALF + columns, mask=mask, other=0.0)[None]
     low, high = rotate(low, high, table, position, HALF, columns, columns < HALF)
     return low.to(dtype), high.to(dtype), at, inside
 
@@ -133,10 +134,10 @@ def rope_and_store(
     HALF_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Key and value of a token (program 0) and head (program 1), and the queries that share them."""
+    """Grid: token, KV head. Includes the queries of the KV head."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slot_mapping + token)
-    position = tl.maximum(tl.load(positions + token), 0)  # of padding it may be anything
+    position = tl.maximum(tl.load(positions + token), 0)  # arbitrary for padding
     columns = tl.arange(0, HALF_BLOCK)
 
     queries = q + token * q_stride + head * (GROUP * 2 * HALF)
@@ -164,7 +165,7 @@ def rope_and_store(
 
 
 @triton.jit
-def exchange_kv(
+def transfer_kv(
     values,
     scales,
     slot_mapping,
@@ -172,39 +173,39 @@ def exchange_kv(
     places,
     block_stride,
     scale_stride,
-    slot_words,
+    slot_elements,
     offset,
     buffer_heads,
     first_head,
     SLOT_TOKENS: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    WORDS: tl.constexpr,
+    ELEMENTS: tl.constexpr,
     PAGE: tl.constexpr,
     QUANTIZED: tl.constexpr,
     IMPORT: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Keys (program 1 is 0) or values of a token (program 0) to its place in a transfer buffer, or from it. All are
-    words of 32 bits: a vector is ``WORDS`` of numbers, and one more, its scale, if it is quantized."""
+    """Copies keys or values of a token to a transfer buffer, or from it (IMPORT). Grid: token, part (0: keys, 1:
+    values). All elements are 32 bits: a vector has ``ELEMENTS``, and if quantized one more, its scale."""
     token, part = tl.program_id(0), tl.program_id(1)
-    place, slot = tl.load(places + token), tl.load(slot_mapping + token)
-    heads, words = tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None]
-    size: tl.constexpr = WORDS + 1 if QUANTIZED else WORDS
-    there = heads < tl.where(place >= 0, KV_HEADS, 0)
+    buffer_position, slot = tl.load(places + token), tl.load(slot_mapping + token)
+    heads, elements = tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None]
+    size: tl.constexpr = ELEMENTS + 1 if QUANTIZED else ELEMENTS
+    head_mask = heads < tl.where(buffer_position >= 0, KV_HEADS, 0)
     row = (part * KV_HEADS + heads) * PAGE + slot % PAGE
-    own = values + slot // PAGE * block_stride + row * WORDS + words
-    line = (part * SLOT_TOKENS + place % SLOT_TOKENS) * buffer_heads + first_head + heads
-    other = buffer + place // SLOT_TOKENS * slot_words + offset + line * size + words
-    inside = there & (words < WORDS)
+    cached = values + slot // PAGE * block_stride + row * ELEMENTS + elements
+    line = (part * SLOT_TOKENS + buffer_position % SLOT_TOKENS) * buffer_heads + first_head + heads
+    buffered = buffer + buffer_position // SLOT_TOKENS * slot_elements + offset + line * size + elements
+    inside = head_mask & (elements < ELEMENTS)
     if IMPORT:
-        tl.store(own, tl.load(other, mask=inside), mask=inside)
+        tl.store(cached, tl.load(buffered, mask=inside), mask=inside)
     else:
-        tl.store(other, tl.load(own, mask=inside), mask=inside)
+        tl.store(buffered, tl.load(cached, mask=inside), mask=inside)
     if QUANTIZED:
-        last = there & (words == WORDS)
-        scale = scales + slot // PAGE * scale_stride + row + words * 0
+        last = head_mask & (elements == ELEMENTS)
+        scale = scales + slot // PAGE * scale_stride + row + elements * 0
         if IMPORT:
-            tl.store(scale, tl.load(other, mask=last), mask=last)
+            tl.store(scale, tl.load(buffered, mask=last), mask=last)
         else:
-            tl.store(other, tl.load(scale, mask=last), mask=last)
+            tl.store(buffered, tl.load(scale, mask=last), mask=last)

@@ -1,13 +1,13 @@
-"""Kernels of latent attention: heads by matrices of their own, and attention over a latent cache.
+"""Kernels of multi-head latent attention (MLA): products with a matrix per head, and attention over a latent cache.
 
 A layer's cache is ``[blocks, 1, 1, block_size, head_dim]``: a token's vector is the key of all heads, and its first
-``LATENT`` numbers are their value. What follows is the rotary part.
+``LATENT`` elements are their value. The rotary part follows.
 """
 
 import triton
 import triton.language as tl
 
-from .attention import NOTHING, end_split, fold_weights, relative_to, sequence_of, splits_of, sum_halves
+from .attention import NEG_INF, find_sequence, finish_split, finite_max, merge_factors, num_splits, sum_halves
 from .kv_cache import MIN_MAGNITUDE, ROUND
 
 
@@ -27,17 +27,17 @@ def linear_by_head(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Some tokens (program 0) by some outputs (program 1) of a head's matrix (program 2), ``[OUTPUTS, INPUTS]``."""
+    """Grid: block of tokens, block of outputs, head. ``weight`` is ``[heads, OUTPUTS, INPUTS]``."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     head = tl.program_id(2).to(tl.int64)
     inputs = tl.arange(0, BLOCK)
-    own = x + rows.to(tl.int64)[:, None] * x_stride + head * x_head
+    x_rows = x + rows.to(tl.int64)[:, None] * x_stride + head * x_head
     matrix = weight + (head * OUTPUTS + columns)[None] * INPUTS
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, INPUTS, BLOCK):
         at = first + inputs
-        a = tl.load(own + at[None], mask=(rows < tokens)[:, None] & (at < INPUTS)[None], other=0.0)
+        a = tl.load(x_rows + at[None], mask=(rows < tokens)[:, None] & (at < INPUTS)[None], other=0.0)
         b = tl.load(matrix + at[:, None], mask=(columns < OUTPUTS)[None] & (at < INPUTS)[:, None], other=0.0)
         acc = tl.dot(a, b, acc, input_precision="ieee")
     target = out + rows.to(tl.int64)[:, None] * out_stride + head * out_head + columns[None]
@@ -45,15 +45,15 @@ def linear_by_head(
 
 
 @triton.jit
-def turn(x, table, position, heads, head_stride, HEADS, HALF: tl.constexpr, PAIRS: tl.constexpr, columns):
-    """Both parts of rotary vectors of some heads, ``[heads, columns]`` each, turned, in the dtype of ``x``, and where
-    the parts lie within a head: pairs of neighbours, or of halves."""
-    first = columns * 2 if PAIRS else columns
-    second = first + 1 if PAIRS else first + HALF
+def rotate_heads(x, table, position, heads, head_stride, HEADS, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, columns):
+    """Rotates rotary vectors of some heads: halves, or adjacent elements (INTERLEAVED). Returns both parts ``[heads,
+    columns]`` in the dtype of ``x``, their offsets within a head, and mask."""
+    first = columns * 2 if INTERLEAVED else columns
+    second = first + 1 if INTERLEAVED else first + HALF
     inside = (heads < HEADS)[:, None] & (columns < HALF)[None]
-    own = x + heads[:, None] * head_stride
-    a = tl.load(own + first[None], mask=inside, other=0.0)
-    b = tl.load(own + second[None], mask=inside, other=0.0)
+    x_heads = x + heads[:, None] * head_stride
+    a = tl.load(x_heads + first[None], mask=inside, other=0.0)
+    b = tl.load(x_heads + second[None], mask=inside, other=0.0)
     cos = tl.load(table + position * 2 * HALF + columns, mask=columns < HALF, other=0.0)[None]
     sin = tl.load(table + position * 2 * HALF + HALF + columns, mask=columns < HALF, other=0.0)[None]
     dtype = a.dtype
@@ -83,50 +83,51 @@ def latent_rope_and_store(
     HEADS: tl.constexpr,
     LATENT: tl.constexpr,
     HALF: tl.constexpr,
-    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     PAGE: tl.constexpr,
     QUANTIZATION: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
 ):
-    """A token (program 0): its vector (program 1 is 0), which a negative slot does not take, or some of its queries."""
+    """Grid: token, part (0: store the token's vector unless its slot is negative; others: rotate some queries)."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slot_mapping + token)
-    position = tl.maximum(tl.load(positions + token), 0)  # of padding it may be anything
+    position = tl.maximum(tl.load(positions + token), 0)  # arbitrary for padding
     columns = tl.arange(0, HALF_BLOCK)
     if part > 0:
         heads = (part - 1) * ROWS + tl.arange(0, ROWS)
-        low, high, first_at, second_at, inside = turn(
-            q + token * q_stride, table, position, heads, q_head, HEADS, HALF, PAIRS, columns
+        low, high, first_at, second_at, inside = rotate_heads(
+            q + token * q_stride, table, position, heads, q_head, HEADS, HALF, INTERLEAVED, columns
         )
         queries = out + token * out_stride + heads[:, None] * out_head
         tl.store(queries + first_at[None], low, mask=inside)
         tl.store(queries + second_at[None], high, mask=inside)
     else:
         one = tl.arange(0, 1)
-        a, b, first, second, _ = turn(k + token * k_stride, table, position, one, 0, 1, HALF, PAIRS, columns)
+        key = k + token * k_stride
+        a, b, first, second, _ = rotate_heads(key, table, position, one, 0, 1, HALF, INTERLEAVED, columns)
         dims = tl.arange(0, DIM)[None]
-        own = tl.load(latent + token * latent_stride + dims, mask=dims < LATENT, other=0.0)
+        vector = tl.load(latent + token * latent_stride + dims, mask=dims < LATENT, other=0.0)
         if QUANTIZATION != "":
-            a, b, own = a.to(tl.float32), b.to(tl.float32), own.to(tl.float32)
+            a, b, vector = a.to(tl.float32), b.to(tl.float32), vector.to(tl.float32)
             limit: tl.constexpr = 127.0 if QUANTIZATION == "int8" else 448.0
-            maximum = tl.maximum(tl.maximum(tl.max(tl.abs(a)), tl.max(tl.abs(b))), tl.max(tl.abs(own)))
-            whole = tl.zeros_like(maximum) + limit
-            inverse = tl.where(maximum > MIN_MAGNITUDE, tl.div_rn(whole, maximum), 0.0)
-            a, b, own = a * inverse, b * inverse, own * inverse
+            maximum = tl.maximum(tl.maximum(tl.max(tl.abs(a)), tl.max(tl.abs(b))), tl.max(tl.abs(vector)))
+            limits = tl.zeros_like(maximum) + limit
+            inverse = tl.where(maximum > MIN_MAGNITUDE, tl.div_rn(limits, maximum), 0.0)
+            a, b, vector = a * inverse, b * inverse, vector * inverse
             if QUANTIZATION == "int8":
                 a, b = ((a + ROUND) - ROUND).to(tl.int8), ((b + ROUND) - ROUND).to(tl.int8)
-                own = ((own + ROUND) - ROUND).to(tl.int8)
+                vector = ((vector + ROUND) - ROUND).to(tl.int8)
             else:
                 a = a.to(tl.float8e4nv, fp_downcast_rounding="rtne")
                 b = b.to(tl.float8e4nv, fp_downcast_rounding="rtne")
-                own = own.to(tl.float8e4nv, fp_downcast_rounding="rtne")
-            place = scales + slot // PAGE * scale_stride + slot % PAGE
-            tl.store(place, tl.div_rn(maximum, whole), mask=slot >= 0)
+                vector = vector.to(tl.float8e4nv, fp_downcast_rounding="rtne")
+            scale_at = scales + slot // PAGE * scale_stride + slot % PAGE
+            tl.store(scale_at, tl.div_rn(maximum, limits), mask=slot >= 0)
         target = values + slot // PAGE * block_stride + slot % PAGE * (LATENT + 2 * HALF)
         stored = (columns < tl.where(slot >= 0, HALF, 0))[None]
-        tl.store(target + dims, own, mask=dims < tl.where(slot >= 0, LATENT, 0))
+        tl.store(target + dims, vector, mask=dims < tl.where(slot >= 0, LATENT, 0))
         tl.store(target + LATENT + first[None], a, mask=stored)
         tl.store(target + LATENT + second[None], b, mask=stored)
 
@@ -161,7 +162,7 @@ def latent_attention(
     DIM: tl.constexpr,
     ROPE_DIM: tl.constexpr,
 ):
-    """As ``attention.attention`` with ``IN_MEMORY``, where all heads share one key, whose beginning is the value: it is
+    """Like ``attention.attention`` with ``IN_MEMORY``, where all heads share a key, whose beginning is the value: it is
     read once for both products."""
     HEAD_TILES: tl.constexpr = (HEADS + HEAD_TILE - 1) // HEAD_TILE
     TOKENS: tl.constexpr = ROWS // HEAD_TILE
@@ -169,7 +170,7 @@ def latent_attention(
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, TILE)
     dims = tl.arange(0, DIM)
-    turned = tl.arange(0, ROPE_DIM)
+    rope_dims = tl.arange(0, ROPE_DIM)
     items, share = tl.load(plan), tl.load(plan + 1)
     programs = tl.num_programs(0)
     for turn in range(0, (items + programs - 1) // programs):
@@ -177,20 +178,20 @@ def latent_attention(
         item = turn * programs + tl.where(turn % 2 == 0, program, programs - 1 - program)
         if item < items:
             number = item // HEAD_TILES
-            sequence, first_item = sequence_of(plan + 4, number, num_seqs)
+            sequence, first_item = find_sequence(plan + 4, number, num_seqs)
             start = tl.load(query_start_loc + sequence)
             count = tl.load(query_start_loc + sequence + 1) - start
             length = tl.load(seq_lens + sequence)
-            place = tl.load(plan + 4 + num_seqs + sequence)
-            splits = splits_of(count, length, TOKENS, 0, SPLIT)
-            chunks = tl.where(place >= 0, (splits + share - 1) // share, 1)
+            partial_start = tl.load(plan + 4 + num_seqs + sequence)
+            splits = num_splits(count, length, TOKENS, 0, SPLIT)
+            items_per_tile = tl.where(partial_start >= 0, (splits + share - 1) // share, 1)
             number -= first_item
-            first_token = ((count + TOKENS - 1) // TOKENS - 1 - number // chunks) * TOKENS
+            first_token = ((count + TOKENS - 1) // TOKENS - 1 - number // items_per_tile) * TOKENS
             first_position = length - count + first_token
             end_position = tl.minimum(first_position + TOKENS, length)
-            begin = number % chunks * share * (SPLIT // TILE)
+            begin = number % items_per_tile * share * (SPLIT // TILE)
             end = (end_position + TILE - 1) // TILE
-            if place >= 0:
+            if partial_start >= 0:
                 end = tl.minimum(end, begin + share * (SPLIT // TILE))
 
             token = first_token + rows // HEAD_TILE
@@ -198,44 +199,46 @@ def latent_attention(
             valid = (rows < TOKENS * HEAD_TILE) & (token < count) & (head < HEADS)
             position = (length - count + token)[:, None]
             query = q + ((start + token).to(tl.int64) * HEADS + head) * HEAD_DIM
-            latent_mask, rope_mask = valid[:, None] & (dims < LATENT)[None], valid[:, None] & (turned < ROPE)[None]
+            latent_mask, rope_mask = valid[:, None] & (dims < LATENT)[None], valid[:, None] & (rope_dims < ROPE)[None]
             queries = tl.load(query[:, None] + dims[None], mask=latent_mask, other=0.0)
-            rope_queries = tl.load(query[:, None] + LATENT + turned[None], mask=rope_mask, other=0.0)
+            rope_queries = tl.load(query[:, None] + LATENT + rope_dims[None], mask=rope_mask, other=0.0)
             table = block_tables + sequence.to(tl.int64) * table_stride
-            partial_row = (place + token * splits) * HEADS + head
+            partial_row = (partial_start + token * splits) * HEADS + head
 
-            largest = tl.full([ROWS], NOTHING, tl.float32)
+            largest = tl.full([ROWS], NEG_INF, tl.float32)
             total = tl.zeros([ROWS], tl.float32)
             acc = tl.zeros([ROWS, DIM], tl.float32)
             target = out + ((start + token).to(tl.int64) * HEADS + head) * LATENT
             for tile in tl.range(begin, end):
                 at = tile * TILE + columns
-                seen = at < end_position  # what no query sees may be no numbers
-                block = tl.load(table + at // PAGE, mask=seen, other=0).to(tl.int64)
+                mask = at < end_position  # positions that no query attends to may hold NaN
+                block = tl.load(table + at // PAGE, mask=mask, other=0).to(tl.int64)
                 key = values + (block * block_stride + at % PAGE * HEAD_DIM)[:, None]
-                k = tl.load(key + dims[None], mask=seen[:, None] & (dims < LATENT)[None], other=0.0)
-                rope_k = tl.load(key + LATENT + turned[None], mask=seen[:, None] & (turned < ROPE)[None], other=0.0)
+                k = tl.load(key + dims[None], mask=mask[:, None] & (dims < LATENT)[None], other=0.0)
+                rope_k = tl.load(
+                    key + LATENT + rope_dims[None], mask=mask[:, None] & (rope_dims < ROPE)[None], other=0.0
+                )
                 k, rope_k = k.to(queries.dtype), rope_k.to(queries.dtype)
                 scores = tl.dot(queries, tl.trans(k), input_precision="ieee")
                 scores = tl.dot(rope_queries, tl.trans(rope_k), scores, input_precision="ieee")
                 if QUANTIZED:
-                    own_scale = tl.load(scales + block * scale_stride + at % PAGE, mask=seen, other=0.0)
-                    scores *= (own_scale * scale)[None]
+                    key_scale = tl.load(scales + block * scale_stride + at % PAGE, mask=mask, other=0.0)
+                    scores *= (key_scale * scale)[None]
                 else:
                     scores *= scale
-                scores = tl.where(at[None] <= position, scores, NOTHING)
+                scores = tl.where(at[None] <= position, scores, NEG_INF)
                 new = tl.maximum(largest, tl.max(scores, 1))
-                relative = relative_to(new)
+                relative = finite_max(new)
                 weights = tl.exp2(scores - relative[:, None])
-                before = tl.exp2(largest - relative)
-                total = total * before + sum_halves(weights)
+                alpha = tl.exp2(largest - relative)
+                total = total * alpha + sum_halves(weights)
                 largest = new
                 if QUANTIZED:
-                    weights *= own_scale[None]
-                acc *= before[:, None]
+                    weights *= key_scale[None]
+                acc *= alpha[:, None]
                 acc = tl.dot(weights.to(queries.dtype), k, acc, input_precision="ieee")
                 if ((tile + 1) % (SPLIT // TILE) == 0) | (tile + 1 == end):
-                    split = place >= 0
+                    split = partial_start >= 0
                     row = tl.where(
                         split, partial_row + tile // (SPLIT // TILE) * HEADS, first_row + program * ROWS + rows
                     )
@@ -243,17 +246,17 @@ def latent_attention(
                     loaded = valid & (rows < tl.where(split | is_first, 0, ROWS))
                     finished = valid & (rows < tl.where(split | (tile + 1 < end), 0, ROWS))
                     stored = valid & (rows < tl.where(split | (tile + 1 < end), ROWS, 0))
-                    all_largest = tl.load(partial_sums + row * 2, mask=loaded, other=NOTHING)
+                    all_largest = tl.load(partial_sums + row * 2, mask=loaded, other=NEG_INF)
                     all_total = tl.load(partial_sums + row * 2 + 1, mask=loaded, other=0.0)
-                    new, before, own = fold_weights(all_largest, largest)
-                    total = all_total * before + total * own
+                    new, alpha, beta = merge_factors(all_largest, largest)
+                    total = all_total * alpha + total * beta
                     inverse = 1.0 / tl.where(total > 0, total, 1.0)
-                    end_split(
-                        acc, own, before, inverse, partial + row * LATENT, target,
+                    finish_split(
+                        acc, beta, alpha, inverse, partial + row * LATENT, target,
                         loaded, stored, finished, 0, LATENT, True,
                     )  # fmt: skip
                     tl.store(partial_sums + row * 2, new, mask=stored)
                     tl.store(partial_sums + row * 2 + 1, total, mask=stored)
-                    largest = tl.full([ROWS], NOTHING, tl.float32)
+                    largest = tl.full([ROWS], NEG_INF, tl.float32)
                     total = tl.zeros([ROWS], tl.float32)
                     acc = tl.zeros([ROWS, DIM], tl.float32)

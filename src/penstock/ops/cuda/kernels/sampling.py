@@ -1,8 +1,7 @@
-"""Sampling: the largest logit of a row, grammar bitmasks, and random sampling without a sort.
+"""Kernels of sampling: argmax, grammar bitmasks, and random sampling without a sort.
 
-Weights of random sampling are float32 between 0 and 1, and compare as their bits do. Two numbers say what top-k and
-top-p keep of a row: tokens whose bits are above ``edge``, and of those with exactly these bits the ones whose id is not
-above ``last``.
+Weights of random sampling are float32 in [0, 1], which are ordered like their bits. Top-k and top-p keep tokens whose
+bits are above ``edge``, and those with exactly these bits whose id is at most ``last``.
 """
 
 import triton
@@ -11,29 +10,29 @@ import triton.language as tl
 ONE = tl.constexpr(0x3F800000)
 """Bits of the weight 1, the largest."""
 FIRST_BOUNDS = tl.constexpr((1, 0x3A800000, 0x3D800000))
-"""Bits of the smallest weight, of 1/1024 and of 1/16: where a search begins."""
+"""Initial bounds of a search: bits of the smallest weight, of 1/1024 and of 1/16."""
 
 
 @triton.jit
 def is_allowed(bitmask, columns, inside):
-    """Whether the bits of some columns are set in a row's bitmask."""
-    words = tl.load(bitmask + columns // 32, mask=inside, other=0)
-    return ((words >> (columns % 32)) & 1) != 0
+    """True for columns whose bit is set in a row's bitmask."""
+    bits = tl.load(bitmask + columns // 32, mask=inside, other=0)
+    return ((bits >> (columns % 32)) & 1) != 0
 
 
 @triton.jit
-def apply_bitmask(logits, bitmask, columns_count, stride, words, BLOCK: tl.constexpr):
-    """Program (row, block of columns)."""
+def apply_bitmask(logits, bitmask, columns_count, stride, bitmask_stride, BLOCK: tl.constexpr):
+    """Grid: row, block of columns."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < columns_count
-    forbidden = inside & (is_allowed(bitmask + row * words, columns, inside) == 0)
+    forbidden = inside & (is_allowed(bitmask + row * bitmask_stride, columns, inside) == 0)
     tl.store(logits + row * stride + columns, tl.full((BLOCK,), float("-inf"), tl.float32), mask=forbidden)
 
 
 @triton.jit
 def first_of_largest(values, indices):
-    """The largest of some values, NaN if there is one, and the lowest index among those that have it."""
+    """Returns the largest value (NaN if there is one) and the lowest index that has it."""
     is_nan = values != values
     largest = tl.max(tl.where(is_nan, float("-inf"), values), 0)
     if tl.max(is_nan.to(tl.int32), 0) != 0:
@@ -45,81 +44,81 @@ def first_of_largest(values, indices):
 
 
 @triton.jit
-def argmax_blocks(logits, bitmask, values, indices, columns_count, stride, words, BLOCK: tl.constexpr):
-    """Program (row, block of columns): the block's largest logit, and its column."""
+def argmax_blocks(logits, bitmask, values, indices, columns_count, stride, bitmask_stride, BLOCK: tl.constexpr):
+    """Grid: row, block of columns. Writes the block's largest logit and its column."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < columns_count
-    given = tl.load(logits + row * stride + columns, mask=inside, other=float("-inf"))
+    x = tl.load(logits + row * stride + columns, mask=inside, other=float("-inf"))
     if bitmask is not None:
-        given = tl.where(is_allowed(bitmask + row * words, columns, inside), given, float("-inf"))
-    largest, found = first_of_largest(given, columns)
-    place = row * tl.num_programs(1) + tl.program_id(1)
-    tl.store(values + place, largest)
-    tl.store(indices + place, found)
+        x = tl.where(is_allowed(bitmask + row * bitmask_stride, columns, inside), x, float("-inf"))
+    largest, found = first_of_largest(x, columns)
+    position = row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(values + position, largest)
+    tl.store(indices + position, found)
 
 
 @triton.jit
 def argmax_rows(values, indices, out_values, out_indices, blocks, BLOCKS: tl.constexpr):
-    """One row a program: the first of its blocks' largest."""
+    """One program per row. Selects the largest of the results of its blocks."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCKS)
     inside = at < blocks
-    given = tl.load(values + row * blocks + at, mask=inside, other=float("-inf"))
-    places = tl.load(indices + row * blocks + at, mask=inside, other=0x7FFFFFFF)
-    largest, found = first_of_largest(given, places)
+    x = tl.load(values + row * blocks + at, mask=inside, other=float("-inf"))
+    positions = tl.load(indices + row * blocks + at, mask=inside, other=0x7FFFFFFF)
+    largest, found = first_of_largest(x, positions)
     tl.store(out_values + row, largest)
     tl.store(out_indices + row, found.to(tl.int64))
 
 
 @triton.jit
 def log_softmax(logits, out, columns_count, stride, BLOCK: tl.constexpr):
-    """One row a program."""
+    """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.full((BLOCK,), float("-inf"), tl.float32)
     for start in range(0, columns_count, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        given = tl.load(logits + row * stride + columns, mask=columns < columns_count, other=float("-inf"))
-        lanes = tl.maximum(lanes, given)
+        x = tl.load(logits + row * stride + columns, mask=columns < columns_count, other=float("-inf"))
+        lanes = tl.maximum(lanes, x)
     largest = tl.max(lanes, 0)
     sums = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, columns_count, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        given = tl.load(logits + row * stride + columns, mask=columns < columns_count, other=float("-inf"))
-        sums += tl.exp(given - largest)
+        x = tl.load(logits + row * stride + columns, mask=columns < columns_count, other=float("-inf"))
+        sums += tl.exp(x - largest)
     log_sum = tl.log(tl.sum(sums, 0))
     for start in range(0, columns_count, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < columns_count
-        given = tl.load(logits + row * stride + columns, mask=inside, other=0.0)
-        tl.store(out + row * columns_count + columns, given - largest - log_sum, mask=inside)
+        x = tl.load(logits + row * stride + columns, mask=inside, other=0.0)
+        tl.store(out + row * columns_count + columns, x - largest - log_sum, mask=inside)
 
 
 @triton.jit(do_not_specialize=["count", "stride", "k"])
 def topk(values, ids, out_values, out_ids, count, stride, k, BLOCK: tl.constexpr):
-    """Program (row, block): the ``k`` largest of the block's values, the lowest id first among equal ones.
+    """Grid: row, block. Selects the ``k`` largest values of the block; ties go to the lower id.
 
     Args:
-        ids: of the values; None where they are their columns.
-        out_values, out_ids: ``[rows, blocks, k]``. Where a block has fewer, ids are past all others.
+        ids: ids of the values; None: their columns.
+        out_values, out_ids: ``[rows, blocks, k]``. Missing entries have the maximum id.
     """
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
-    own = tl.load(values + row * stride + at, mask=inside, other=float("-inf"))
-    own_ids = at
+    block_values = tl.load(values + row * stride + at, mask=inside, other=float("-inf"))
+    block_ids = at
     if ids is not None:
-        own_ids = tl.load(ids + row * stride + at, mask=inside, other=0x7FFFFFFF)
-    own_ids = tl.where(inside, own_ids, 0x7FFFFFFF)
-    place = (row * tl.num_programs(1) + tl.program_id(1)) * k
+        block_ids = tl.load(ids + row * stride + at, mask=inside, other=0x7FFFFFFF)
+    block_ids = tl.where(inside, block_ids, 0x7FFFFFFF)
+    position = (row * tl.num_programs(1) + tl.program_id(1)) * k
     for i in range(k):
-        largest = tl.max(own, 0)
-        found = tl.min(tl.where(own == largest, own_ids, 0x7FFFFFFF), 0)
-        tl.store(out_values + place + i, largest)
-        tl.store(out_ids + place + i, found)
-        is_found = own_ids == found
-        own = tl.where(is_found, float("-inf"), own)
-        own_ids = tl.where(is_found, 0x7FFFFFFF, own_ids)
+        largest = tl.max(block_values, 0)
+        found = tl.min(tl.where(block_values == largest, block_ids, 0x7FFFFFFF), 0)
+        tl.store(out_values + position + i, largest)
+        tl.store(out_ids + position + i, found)
+        is_selected = block_ids == found
+        block_values = tl.where(is_selected, float("-inf"), block_values)
+        block_ids = tl.where(is_selected, 0x7FFFFFFF, block_ids)
 
 
 # --- Random sampling --------------------------------------------------------------------------------------------------
@@ -127,9 +126,9 @@ def topk(values, ids, out_values, out_ids, count, stride, k, BLOCK: tl.constexpr
 
 @triton.jit
 def load_entries(row, start, BLOCK: tl.constexpr):
-    """Weights and token ids of a block of a row's entries: of its tokens, or of those that ``list_entries`` listed.
+    """Loads a block of a row's entries: of all tokens, or of the list of ``list_entries``.
 
-    Returns weights, 0 where they are not kept; token ids; and which entries there are.
+    Returns weights, 0 for those that are not kept; token ids; and the mask of entries.
     """
     logits, listed_weights, listed_ids, is_listed, count, temperature, largest, min_p, edge, last = row
     at = start + tl.arange(0, BLOCK)
@@ -138,8 +137,8 @@ def load_entries(row, start, BLOCK: tl.constexpr):
         weights = tl.load(listed_weights + at, mask=inside, other=0.0)
         token_ids = tl.load(listed_ids + at, mask=inside, other=0)
     else:
-        given = tl.load(logits + at, mask=inside, other=float("-inf"))
-        weights = tl.exp(tl.div_rn(given, temperature) - largest)
+        x = tl.load(logits + at, mask=inside, other=float("-inf"))
+        weights = tl.exp(tl.div_rn(x, temperature) - largest)
         weights = tl.where(weights < min_p, 0.0, weights)
         token_ids = at
     bits = weights.to(tl.int32, bitcast=True)
@@ -148,14 +147,14 @@ def load_entries(row, start, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def sum_fours(x):
-    """Sums of four neighbours, which are one thread's."""
+def sum_by_4(x):
+    """Sums of four adjacent elements, which are in one thread."""
     return tl.sum(x.reshape(x.shape[0] // 4, 4), 1)
 
 
 @triton.jit
-def measure(row, low, middle, high, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Numbers of a row's entries whose bits are not below each of three bounds, and their sums in float64."""
+def count_and_sum(row, low, middle, high, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """Counts a row's entries whose bits are at least each of three bounds; with BY_MASS, also sums them in float64."""
     counts0 = tl.zeros((BLOCK // 4,), tl.int32)
     counts1 = tl.zeros((BLOCK // 4,), tl.int32)
     counts2 = tl.zeros((BLOCK // 4,), tl.int32)
@@ -165,13 +164,13 @@ def measure(row, low, middle, high, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
     for start in range(0, row[4], BLOCK):
         weights, _, _ = load_entries(row, start, BLOCK)
         bits = weights.to(tl.int32, bitcast=True)
-        counts0 += sum_fours((bits >= low).to(tl.int32))
-        counts1 += sum_fours((bits >= middle).to(tl.int32))
-        counts2 += sum_fours((bits >= high).to(tl.int32))
+        counts0 += sum_by_4((bits >= low).to(tl.int32))
+        counts1 += sum_by_4((bits >= middle).to(tl.int32))
+        counts2 += sum_by_4((bits >= high).to(tl.int32))
         if BY_MASS:
-            sums0 += sum_fours(tl.where(bits >= low, weights, 0.0).to(tl.float64))
-            sums1 += sum_fours(tl.where(bits >= middle, weights, 0.0).to(tl.float64))
-            sums2 += sum_fours(tl.where(bits >= high, weights, 0.0).to(tl.float64))
+            sums0 += sum_by_4(tl.where(bits >= low, weights, 0.0).to(tl.float64))
+            sums1 += sum_by_4(tl.where(bits >= middle, weights, 0.0).to(tl.float64))
+            sums2 += sum_by_4(tl.where(bits >= high, weights, 0.0).to(tl.float64))
     count0, count1, count2 = tl.sum(counts0, 0), tl.sum(counts1, 0), tl.sum(counts2, 0)
     if BY_MASS:
         return count0, count1, count2, tl.sum(sums0, 0), tl.sum(sums1, 0), tl.sum(sums2, 0)
@@ -181,18 +180,18 @@ def measure(row, low, middle, high, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def list_entries(row, low, BLOCK: tl.constexpr):
-    """List the entries of a row whose bits are not below ``low``, in the order of token ids, so that what follows reads
-    only them. Returns their number."""
+    """Store the entries of a row whose bits are at least ``low`` in a list, in the order of token ids, so that the
+    following passes only read those. Returns their number."""
     listed_weights, listed_ids = row[1], row[2]
     listed = 0
     for start in range(0, row[4], BLOCK):
         weights, token_ids, inside = load_entries(row, start, BLOCK)
-        chosen = (inside & (weights.to(tl.int32, bitcast=True) >= low)).to(tl.int32)
-        places = listed + tl.cumsum(chosen, 0) - 1
-        tl.store(listed_weights + places, weights, mask=chosen != 0)
-        tl.store(listed_ids + places, token_ids, mask=chosen != 0)
-        listed += tl.sum(chosen, 0)
-    tl.debug_barrier()  # other threads read it
+        selected = (inside & (weights.to(tl.int32, bitcast=True) >= low)).to(tl.int32)
+        positions = listed + tl.cumsum(selected, 0) - 1
+        tl.store(listed_weights + positions, weights, mask=selected != 0)
+        tl.store(listed_ids + positions, token_ids, mask=selected != 0)
+        listed += tl.sum(selected, 0)
+    tl.debug_barrier()  # other threads read the list
     return listed
 
 
@@ -204,24 +203,24 @@ def nth_of_equal(row, edge, n, BLOCK: tl.constexpr):
     for start in range(0, row[4], BLOCK):
         weights, token_ids, _ = load_entries(row, start, BLOCK)
         is_equal = (weights.to(tl.int32, bitcast=True) == edge).to(tl.int32)
-        places = before + tl.cumsum(is_equal, 0)
-        found = tl.minimum(found, tl.min(tl.where((is_equal != 0) & (places == n), token_ids, 0x7FFFFFFF), 0))
+        positions = before + tl.cumsum(is_equal, 0)
+        found = tl.minimum(found, tl.min(tl.where((is_equal != 0) & (positions == n), token_ids, 0x7FFFFFFF), 0))
         before += tl.sum(is_equal, 0)
     return found
 
 
 @triton.jit
 def truncate(row, top, MAX_LISTED: tl.constexpr, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Keep the likeliest entries until their number reaches ``top``, or with ``BY_MASS`` their sum the part ``top`` of
-    the whole. Returns what has changed in the row: whether entries are listed, their number, and what is kept.
+    """Keep the most likely entries until their number reaches ``top``, or with ``BY_MASS`` until their sum reaches the
+    fraction ``top`` of the total. Returns the changed fields of the row: ``is_listed``, ``count``, ``edge``, ``last``.
 
-    The edge is the largest weight of which, and above which, there is enough. It is searched by its bits: each pass
-    over the row leaves a quarter of them. Once few entries are left that are not below it, they are listed.
+    The edge is the largest weight such that it and larger weights suffice. It is searched by its bits: each pass over
+    the row reduces the range to a quarter. Once few entries are at or above the lower bound, they are stored in a list.
     """
     logits, listed_weights, listed_ids, is_listed, count, temperature, largest, min_p, edge, last = row
     low, high = 0, ONE + 1
     count_low, count_high = count, 0
-    above = tl.zeros((), tl.float64)  # amount of entries that are not below ``high``
+    above = tl.zeros((), tl.float64)  # amount of entries whose bits are at least ``high``
     limit = top
     bound0, bound1, bound2 = FIRST_BOUNDS[0], FIRST_BOUNDS[1], FIRST_BOUNDS[2]
     is_first = True
@@ -231,7 +230,7 @@ def truncate(row, top, MAX_LISTED: tl.constexpr, BY_MASS: tl.constexpr, BLOCK: t
             bound0 = low + (bound1 - low) // 2
             bound2 = bound1 + (high - bound1) // 2
         now = (logits, listed_weights, listed_ids, is_listed, count, temperature, largest, min_p, edge, last)
-        count0, count1, count2, amount0, amount1, amount2 = measure(now, bound0, bound1, bound2, BY_MASS, BLOCK)
+        count0, count1, count2, amount0, amount1, amount2 = count_and_sum(now, bound0, bound1, bound2, BY_MASS, BLOCK)
         if BY_MASS and is_first:
             limit = top * amount0
         is_first = False
@@ -278,7 +277,7 @@ def sample_random(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """One row a program.
+    """One program per row.
 
     Args:
         listed_weights, listed_ids: ``[rows, MAX_LISTED]``, memory for ``list_entries``.
@@ -306,7 +305,7 @@ def sample_random(
         row = (logits, listed_weights, listed_ids, is_listed, count, temperature, largest, min_p, edge, last)
         is_listed, count, edge, last = truncate(row, top_p, MAX_LISTED, True, BLOCK)
 
-    # The inverse of the cumulative distribution: first the block, by the sums of blocks, then the entry in it.
+    # Invert the cumulative distribution: find the block by the sums of blocks, then the entry in it.
     row = (logits, listed_weights, listed_ids, is_listed, count, temperature, largest, min_p, edge, last)
     for start in range(0, count, BLOCK):
         weights, _, _ = load_entries(row, start, BLOCK)
@@ -317,7 +316,7 @@ def sample_random(
     ends = tl.cumsum(sums, 0)
     threshold = tl.load(uniforms + index) * tl.max(ends, 0)
     block = tl.min(tl.where((ends > threshold) & (sums > 0), blocks, BLOCKS), 0)
-    block = tl.minimum(block, tl.max(tl.where(sums > 0, blocks, 0), 0))  # where rounding leaves none
+    block = tl.minimum(block, tl.max(tl.where(sums > 0, blocks, 0), 0))  # if rounding leaves none
     before = tl.sum(tl.where(blocks == block, ends - sums, 0.0), 0)
     weights, token_ids, _ = load_entries(row, block * BLOCK, BLOCK)
     cumulative = before + tl.cumsum(weights.to(tl.float64), 0)

@@ -1,4 +1,4 @@
-"""Kernels over token ids."""
+"""Kernels on token ids."""
 
 from __future__ import annotations
 
