@@ -712,7 +712,7 @@ def test_wrong_places_in_shared_memory_are_refused(
         ({"bad_words_list": ([[[99999], [1]]], np.int32)}, "bad_words_list: token ids must be from 0 to 3583"),
         ({"embedding_bias": ([[1.0, 2.0]], np.float32)}, "embedding_bias: has 2 elements; .*3584"),
         ({"input_lengths": ([[2]], np.int32)}, "input_lengths: must be from 1 to 1 .*, is 2"),
-        ({"input_ids": ([[-1]], np.int32)}, "input_ids: token ids must be from 0 to 3583"),
+        ({"input_ids": ([[-1]], np.int32)}, "input_ids: token ids go from 0 to 3583"),
         ({"request_output_len": ([[0]], np.int32)}, "request_output_len: must be at least 1"),
     ],
 )
