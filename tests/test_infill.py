@@ -19,10 +19,10 @@ from transformers import LlamaConfig
 from penstock import demo
 from penstock.core import PenstockError
 from penstock.text import Tokenizer
-from penstock.text.infill import SPELLINGS, infill_format, infill_prompt
+from penstock.text.infill import FIM_TOKENS, infill_format, infill_prompt
 
 PREFIX, SUFFIX = "def add(a, b):\n    return ", "\n\nprint(add(1, 2))\n"
-QWEN = SPELLINGS[0]
+QWEN = FIM_TOKENS[0]
 
 
 def add_tokens(folder: Path, tokens: list[str]) -> Path:
@@ -34,7 +34,7 @@ def add_tokens(folder: Path, tokens: list[str]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda spelling: spelling.prefix)
+@pytest.mark.parametrize("spelling", FIM_TOKENS, ids=lambda spelling: spelling.prefix)
 def test_prompts_of_each_family(spelling: Any, tmp_path: Path) -> None:
     given = [token for token in (spelling.prefix, spelling.suffix, spelling.middle) if token]
     tokenizer = Tokenizer(add_tokens(tmp_path, given))
@@ -55,7 +55,7 @@ def test_ends_are_those_of_the_vocabulary(tmp_path: Path) -> None:
 
 def test_a_suffix_continues_a_text(tmp_path: Path) -> None:
     """CodeLlama's SentencePiece vocabulary begins a text with a space, and a prompt with a token of its own."""
-    spelling = SPELLINGS[3]
+    spelling = FIM_TOKENS[3]
     words = ["<unk>", "<s>", "</s>", "▁", "a", "b", "c", "▁a", "▁b"]
     bytes_ = [f"<0x{value:02X}>" for value in range(256)]
     vocabulary = {word: number for number, word in enumerate(words + bytes_)}
