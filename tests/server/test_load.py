@@ -86,7 +86,7 @@ def test_elements_are_counted_without_parsing(monkeypatch: pytest.MonkeyPatch) -
     for _ in range(3000):
         document = draw_document(draw)
         text = json.dumps(document, ensure_ascii=draw.random() < 0.5).encode()
-        monkeypatch.setattr(http_body, "PIECE_SIZE", draw.choice((1, 2, 3, 7, 64)))
+        monkeypatch.setattr(http_body, "CHUNK_SIZE", draw.choice((1, 2, 3, 7, 64)))
         count = ElementCount()
         count.add(text)
         right = elements(document)
@@ -100,7 +100,7 @@ def test_elements_are_counted_without_parsing(monkeypatch: pytest.MonkeyPatch) -
         (b"[" + b"[]," * 2**16 + b"[]]", "65536 objects and arrays"),
         (b"{" + b'"a":1,' * 2**18 + b'"b":1}', "262144 members of objects"),
         (b"[" + b"1," * (2**20 + 1) + b"1]", "1048576 values"),
-        (b'""' * (2**20 + 2**18 + 1), "1310720 texts"),
+        (b'""' * (2**20 + 2**18 + 1), "1310720 strings"),
     ],
 )
 def test_text_with_too_many_elements_is_refused(text: bytes, what: str) -> None:
@@ -144,7 +144,7 @@ async def random_reservations(draw: random.Random) -> None:
     async def request(client: str) -> None:
         size = draw.randrange(1, 500)
         try:
-            reservation = await memory.reserve(client, size, patience=60)
+            reservation = await memory.reserve(client, size, timeout=60)
         except PenstockError as error:
             assert error.failure.code is Code.OVERLOADED
             return
@@ -175,17 +175,17 @@ async def random_reservations(draw: random.Random) -> None:
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert not [result for result in results if isinstance(result, Exception)]
         assert memory.used == 0
-        (await memory.reserve("d", 1000, patience=0)).release()  # nobody is left waiting
+        (await memory.reserve("d", 1000, timeout=0)).release()  # nobody is left waiting
 
 
 def test_body_waits_for_memory_no_longer_than_its_patience() -> None:
     async def run() -> None:
         memory = BodyMemory(1000)
-        first = await memory.reserve("a", 500, patience=1)
+        first = await memory.reserve("a", 500, timeout=1)
         with pytest.raises(PenstockError, match="there is no room for 1 more of 1000"):
-            await memory.reserve("a", 1, patience=0)
-        other = await memory.reserve("b", 500, patience=0)
-        waiting = asyncio.create_task(memory.reserve("a", 400, patience=60))
+            await memory.reserve("a", 1, timeout=0)
+        other = await memory.reserve("b", 500, timeout=0)
+        waiting = asyncio.create_task(memory.reserve("a", 400, timeout=60))
         await asyncio.sleep(0)
         first.release()
         (await waiting).release()
@@ -198,7 +198,7 @@ def test_body_waits_for_memory_no_longer_than_its_patience() -> None:
 def test_body_larger_than_a_share_is_taken_alone() -> None:
     async def run() -> None:
         memory = BodyMemory(1000)
-        (await memory.reserve("a", 3000, patience=0)).release()
+        (await memory.reserve("a", 3000, timeout=0)).release()
         growing = Reservation(memory, "a")
         growing.resize(5000, parsed=True)
         growing.release()
@@ -210,12 +210,12 @@ def test_body_larger_than_a_share_is_taken_alone() -> None:
 def test_one_client_does_not_take_all_places_of_those_that_wait() -> None:
     async def run() -> None:
         memory = BodyMemory(1000)
-        first = await memory.reserve("a", 1000, patience=0)
-        waiting = [asyncio.create_task(memory.reserve("a", 1, patience=60)) for _ in range(MAX_WAITING_OF_CLIENT)]
+        first = await memory.reserve("a", 1000, timeout=0)
+        waiting = [asyncio.create_task(memory.reserve("a", 1, timeout=60)) for _ in range(MAX_WAITING_OF_CLIENT)]
         await asyncio.sleep(0)
         with pytest.raises(PenstockError, match="there is no room"):
-            await asyncio.wait_for(memory.reserve("a", 1, patience=60), 30)
-        other = asyncio.create_task(memory.reserve("b", 1, patience=60))
+            await asyncio.wait_for(memory.reserve("a", 1, timeout=60), 30)
+        other = asyncio.create_task(memory.reserve("b", 1, timeout=60))
         await asyncio.sleep(0)
         first.release()
         for reservation in await asyncio.gather(other, *waiting):
@@ -228,7 +228,7 @@ def test_one_client_does_not_take_all_places_of_those_that_wait() -> None:
 def test_reservations_that_are_joined_are_released_together() -> None:
     async def run() -> None:
         memory = BodyMemory(1000)
-        body, items = await memory.reserve("a", 100, patience=0), await memory.reserve("a", 300, patience=0)
+        body, items = await memory.reserve("a", 100, timeout=0), await memory.reserve("a", 300, timeout=0)
         both = body.joined(items)
         body.release()
         items.release()

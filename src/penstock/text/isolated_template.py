@@ -174,7 +174,7 @@ class IsolatedTemplate:
     def _text(self, result: RenderResult) -> str:
         if result.exceeded:
             message = (
-                f"the chat template needs more than {RENDER_TIME:g} seconds of processor time, "
+                f"the chat template takes longer than {RENDER_TIME:g} seconds of processor time, "
                 f"or more than {MAX_MEMORY / 2**30:g} GiB of memory"
             )
             raise invalid(self.field, message, RENDER_TIME)

@@ -56,7 +56,7 @@ class ChatPrompt:
         self._template = templates.get(request.chat_template or "", request.chat_template)
         """The request's chat template; None: the model's default."""
         if self._template not in (None, *templates.values()) and not service.options.trust_request_chat_template:
-            message = "chat_template: this server does not accept templates in requests (--trust-request-chat-template)"
+            message = "chat_template: this server does not accept templates in requests (trust_request_chat_template)"
             raise PenstockError(Code.UNSUPPORTED, message, "chat_template")
         self.tools = input_processor.chats.response_formats(self._template).tools
         """The model's tool call format, or None."""
