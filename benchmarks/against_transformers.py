@@ -1,8 +1,8 @@
-"""Tokens a second against transformers' ``generate``: the same checkpoint, dtype, threads, prompts and lengths.
+"""Tokens per second compared with transformers' ``generate``: same checkpoint, dtype, threads, prompts and lengths.
 
 python benchmarks/against_transformers.py CHECKPOINT
 
-The two take turns in one sitting, since machines are shared and noisy. Quoted is the median of the rounds' ratios.
+The two alternate in one run, since machines are shared and noisy. The result is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Prompts = list[list[int]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 8, 32], help="(default: 1 8 32)")
-    parser.add_argument("--input-len", type=int, default=16, help="tokens a prompt has (default: 16)")
-    parser.add_argument("--output-len", type=int, default=64, help="tokens to generate for each (default: 64)")
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 8, 32], help="batch sizes (default: 1 8 32)")
+    parser.add_argument("--input-len", type=int, default=16, help="tokens per prompt (default: 16)")
+    parser.add_argument("--output-len", type=int, default=64, help="tokens to generate per prompt (default: 64)")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--threads", type=int, default=2, help="(default: 2)")
-    parser.add_argument("--rounds", type=int, default=3, help="turns each of the two takes (default: 3)")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--threads", type=int, default=2, help="number of threads (default: 2)")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds (default: 3)")
+    parser.add_argument("--json", type=Path, help="write results to this file")
     args = parser.parse_args()
 
     torch.set_num_threads(args.threads)

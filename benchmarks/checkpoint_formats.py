@@ -1,9 +1,9 @@
-"""Decode speed of weights as quantized checkpoints have them, beside Penstock's own formats of the same group size.
+"""Decode speed of weight formats of quantized checkpoints, compared with Penstock's formats of the same group size.
 
 python benchmarks/checkpoint_formats.py CHECKPOINT
 
-Weights are random integers with random scales and offsets, which speed does not depend on; of the checkpoint only the
-shapes and the tokenizer are read. All formats take turns in one sitting; quoted is the median of the rounds' ratios.
+Weights are random integers with random scales and offsets, as speed does not depend on them; only shapes and tokenizer
+are read from the checkpoint. All formats alternate in one run; the results are medians of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROMPT = list(range(100, 116))
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint's format, and the scheme whose activations and head it gets, beside which it is measured."""
+    """Format of a checkpoint, and the scheme that it is compared with, whose activation format and LM head it uses."""
 
     name: str
     format: Format
@@ -47,7 +47,7 @@ CASES = (
 
 
 class QuantizedDummyWeights(DummyWeights):
-    """Random weights whose layers are quantized in ``format``."""
+    """Random weights with layers quantized to ``format``."""
 
     format = UNQUANTIZED
 
@@ -56,22 +56,22 @@ class QuantizedDummyWeights(DummyWeights):
 
     def read_quantized(self, name: str, outputs: int, inputs: int, rows: tuple[int, int]) -> QuantizedWeight:
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        most, groups = 1 << (self.format.bits - 1), -(-inputs // (self.format.group_size or inputs))
-        values = torch.randint(-most, most, (outputs, inputs), generator=generator, dtype=torch.int8)
-        scales = (torch.rand(outputs, groups, generator=generator) + 0.5) * inputs**-0.5 / most
-        scales = scales.half().float()  # as checkpoints have them
-        offsets = scales * torch.randint(-most, most, scales.shape, generator=generator)
+        limit, groups = 1 << (self.format.bits - 1), -(-inputs // (self.format.group_size or inputs))
+        values = torch.randint(-limit, limit, (outputs, inputs), generator=generator, dtype=torch.int8)
+        scales = (torch.rand(outputs, groups, generator=generator) + 0.5) * inputs**-0.5 / limit
+        scales = scales.half().float()  # as in checkpoints
+        offsets = scales * torch.randint(-limit, limit, scales.shape, generator=generator)
         return QuantizedWeight(values, scales, self.format, offsets if self.format.asymmetric else None).rows(*rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--batch-size", type=int, default=1, help="(default: 1)")
-    parser.add_argument("--output-len", type=int, default=48, help="tokens to generate for each (default: 48)")
-    parser.add_argument("--threads", type=int, default=2, help="(default: 2)")
-    parser.add_argument("--rounds", type=int, default=5, help="turns that each takes (default: 5)")
-    parser.add_argument("--cases", type=int, nargs="+", default=range(len(CASES)), help="numbers of those to measure")
+    parser.add_argument("--batch-size", type=int, default=1, help="number of sequences (default: 1)")
+    parser.add_argument("--output-len", type=int, default=48, help="tokens to generate per sequence (default: 48)")
+    parser.add_argument("--threads", type=int, default=2, help="number of threads (default: 2)")
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds (default: 5)")
+    parser.add_argument("--cases", type=int, nargs="+", default=range(len(CASES)), help="indices of CASES to measure")
     args = parser.parse_args()
     models.DummyWeights = QuantizedDummyWeights  # type: ignore[misc]
 
@@ -91,7 +91,7 @@ def main() -> None:
     params = SamplingParams(temperature=0, max_tokens=args.output_len, ignore_eos=True, detokenize=False)
 
     def rate(llm: LLM) -> float:
-        """Tokens a second of each sequence, the prompt left out."""
+        """Decode speed in tokens per second and sequence."""
         prompts = [PROMPT] * args.batch_size
         one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
         begun = time.perf_counter()
@@ -101,16 +101,16 @@ def main() -> None:
         return (args.output_len - 1) / (time.perf_counter() - prefilled - (prefilled - begun))
 
     cases = [CASES[number] for number in args.cases]
-    own = {scheme: load(UNQUANTIZED, scheme) for scheme in {case.scheme for case in cases}}
+    references = {scheme: load(UNQUANTIZED, scheme) for scheme in {case.scheme for case in cases}}
     loaded = [load(case.format, case.scheme) for case in cases]
-    for llm in (*own.values(), *loaded):
+    for llm in (*references.values(), *loaded):
         rate(llm)
     print(f"{loaded[0].engine.info.fingerprint}, batch {args.batch_size}, {args.threads} threads")
     found: list[list[tuple[float, float]]] = [[] for _ in cases]
     for _ in range(args.rounds):
         for case, llm, rounds in zip(cases, loaded, found, strict=True):
-            rounds.append((rate(own[case.scheme]), rate(llm)))
-    print(f"{'tokens a second, medians':48} {'own format':>18} {'ratio':>6}")
+            rounds.append((rate(references[case.scheme]), rate(llm)))
+    print(f"{'tokens per second, medians':48} {'Penstock format':>18} {'ratio':>6}")
     for case, rounds in zip(cases, found, strict=True):
         before, now = (statistics.median(column) for column in zip(*rounds, strict=True))
         ratio = statistics.median(b / a for a, b in rounds)

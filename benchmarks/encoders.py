@@ -1,9 +1,10 @@
-"""Embeddings of an encoder beside transformers, in turns: 64 texts of 128 tokens, MiniLM-L12's shape, random weights.
+"""Embeddings of an encoder compared with transformers, alternating: 64 texts of 128 tokens, the shape of MiniLM-L12,
+random weights.
 
 python benchmarks/encoders.py [--rounds 5]
 
-Quoted are the medians of all rounds; transformers pads nothing, as all texts are equally long. w8a8 stands beside
-transformers in bfloat16.
+The results are medians over all rounds. transformers needs no padding, as all texts have the same length. w8a8 is
+compared with transformers in bfloat16.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def main() -> None:
 def measure(
     folder: Path, model: BertModel, token_ids: torch.Tensor, dtype: str, quantization: str, rounds: int
 ) -> tuple[float, float]:
-    """Seconds that all texts take here, and in transformers."""
+    """Seconds for all texts in Penstock and in transformers."""
     llm = LLM(folder, dtype=dtype, quantization=quantization)
     other = model.to(getattr(torch, dtype))
     prompts = [{"prompt_token_ids": row} for row in token_ids.tolist()]

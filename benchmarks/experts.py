@@ -1,11 +1,12 @@
-"""Layers of experts in Qwen3-30B-A3B's shape beside this machine's limits and beside dense layers of the same work.
+"""MoE layers with the shape of Qwen3-30B-A3B, compared with the machine's limits and with dense layers of the same
+amount of work.
 
 python benchmarks/experts.py --formats none w8a8 wint4-g32
 
-Four layers of 128 experts, of which each token takes 8, with random weights and routes. Decode, one token: bytes of the
-experts in use a second, as a share of the memory read bandwidth that is measured in between. Prefill, 512 tokens:
-multiply-adds a second, as a share of a dense MLP's that has as many for each token (its intermediate size is that of
-8 experts). A dense MLP also decodes in turns: as many bytes, in one piece. Quoted are the medians of all rounds.
+Four layers of 128 experts, 8 per token, with random weights and routing. Decode, one token: bytes of active experts
+per second, as a share of the measured memory read bandwidth. Prefill, 512 tokens: multiply-adds per second, as a share
+of those of a dense MLP with as many per token (the intermediate size of 8 experts). The dense MLP also decodes, with
+the same number of bytes in contiguous matrices. All measurements alternate; the results are medians over all rounds.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", nargs="+", default=["none", "w8a8", "wint4-g32"], help="names of SCHEMES")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--tokens", type=int, default=512, help="of a prefill")
-    parser.add_argument("--threads", type=int, default=0, help="0 is all usable cores")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of a prefill (default: 512)")
+    parser.add_argument("--threads", type=int, default=0, help="number of threads (default: 0, all usable cores)")
     args = parser.parse_args()
     cpu.set_threads(args.threads)
     print("| format | decode, GB/s | share of read | dense decode, share | prefill, GFLOP/s | share of dense |")
@@ -40,7 +41,7 @@ def main() -> None:
 
 
 def measure(name: str, rounds: int, tokens: int) -> str:
-    """A row of the table."""
+    """Measure a format; returns a row of the table."""
     format = SCHEMES[name].layers
     layers = [Layer(format) for _ in range(LAYERS)]
     dense = [Dense(format) for _ in range(LAYERS)]
@@ -64,7 +65,7 @@ def measure(name: str, rounds: int, tokens: int) -> str:
 
 
 class Layer:
-    """Experts with a router that draws their logits."""
+    """MoE layer whose router logits are random."""
 
     def __init__(self, format: Format) -> None:
         gate_up = [packed(2 * INTERMEDIATE, HIDDEN, format) for _ in range(EXPERTS)]
@@ -81,7 +82,7 @@ class Layer:
 
 
 class Dense:
-    """An MLP with the weights of a token's experts."""
+    """Dense MLP with as many weights as the active experts of a token."""
 
     def __init__(self, format: Format) -> None:
         self._gate_up = packed(2 * INTERMEDIATE * TOP_K, HIDDEN, format)

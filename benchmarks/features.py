@@ -1,12 +1,12 @@
-"""What features cost or gain, each beside its counterpart in the same sitting, in turns.
+"""Cost of features, each compared with a counterpart, alternating in one run.
 
 python benchmarks/features.py CHECKPOINT [--quantization w8a8]
 
-- adapters: tokens a second with LoRA adapters of rank 16 on every matrix, one for all or four by turns, beside none;
-- beams: transformers' ``generate`` with as many beams;
-- embeddings: transformers' hidden states of the same texts.
+- adapters: tokens per second with one or four LoRA adapters of rank 16 on every matrix, compared with none;
+- beams: compared with transformers' ``generate`` with the same number of beams;
+- embeddings: compared with transformers' hidden states of the same texts.
 
-Transformers computes in the checkpoint's own dtype, and so do we in what is beside it.
+Comparisons with transformers use the checkpoint's dtype.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--quantization", default="none", help="of the model that adapters are over (default: none)")
+    parser.add_argument("--quantization", default="none", help="of the model with adapters (default: none)")
     parser.add_argument("--batch", type=int, default=16, help="sequences with adapters (default: 16)")
-    parser.add_argument("--beams", type=int, default=4, help="(default: 4)")
-    parser.add_argument("--output-len", type=int, default=32, help="tokens of each (default: 32)")
+    parser.add_argument("--beams", type=int, default=4, help="number of beams (default: 4)")
+    parser.add_argument("--output-len", type=int, default=32, help="tokens per sequence (default: 32)")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(args.checkpoint, dtype="auto").eval()
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def in_turns(title: str, rounds: int, runs: list[Callable[[], None]]) -> list[float]:
-    """Seconds that each takes, as medians; the first time does not count."""
+    """Median seconds of each function, run alternately; the first round is a warm-up."""
     times: list[list[float]] = [[] for _ in runs]
     for number in tqdm(range(rounds + 1), desc=title, unit="round", leave=False):
         for run, taken in zip(runs, times, strict=True):
@@ -70,8 +70,8 @@ def adapters(args: argparse.Namespace, folder: str) -> None:
 
     none, one, four = in_turns("adapters", args.rounds, [run([None]), run(["a"]), run(["a", "b", "c", "d"])])
     print(
-        f"adapters: {args.batch} sequences get {args.batch * args.output_len / none:.0f} tokens/s without, "
-        f"{none / one:.2f} times as many with one adapter, {none / four:.2f} with four"
+        f"adapters: {args.batch} sequences: {args.batch * args.output_len / none:.0f} tokens/s without adapters, "
+        f"{none / one:.2f} times as many with one, {none / four:.2f} with four"
     )
 
 
@@ -90,8 +90,8 @@ def beams(args: argparse.Namespace, model: torch.nn.Module) -> None:
 
     ours, other = in_turns("beams", args.rounds, [lambda: void(llm.generate(prompt, params, use_tqdm=False)), theirs])
     print(
-        f"beams: {args.beams} over {length} tokens take {ours:.2f} s, transformers {other:.2f} s: "
-        f"{other / ours:.1f} times"
+        f"beams: {args.beams} beams of {length} tokens: {ours:.2f} s, transformers {other:.2f} s "
+        f"({other / ours:.1f} times)"
     )
 
 
@@ -106,11 +106,11 @@ def embeddings(args: argparse.Namespace, model: torch.nn.Module) -> None:
         torch.nn.functional.normalize(states.float(), dim=-1)
 
     ours, other = in_turns("embeddings", args.rounds, [lambda: void(llm.embed(texts, use_tqdm=False)), theirs])
-    print(f"embeddings: 16 of 128 tokens take {ours:.2f} s, transformers {other:.2f} s: {other / ours:.1f} times")
+    print(f"embeddings: 16 of 128 tokens: {ours:.2f} s, transformers {other:.2f} s ({other / ours:.1f} times)")
 
 
 def void(_: object) -> None:
-    """What is measured is the time it took."""
+    """Discard a result."""
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What guided decoding costs a token: the same batch with and without it, in turns.
+"""Overhead of guided decoding per token: the same batch with and without it, alternating.
 
 python benchmarks/guided_cost.py CHECKPOINT
 
-The guided batch writes lists of words, whose length does not end it. Tokens that alone can come, which take no step of
-their own, count like others.
+The guided batch generates long JSON arrays of strings. Tokens that the grammar forces, which need no separate step,
+count like others.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint")
     parser.add_argument("--quantization", default="none")
-    parser.add_argument("--batch", type=int, default=32, help="sequences (default: 32)")
-    parser.add_argument("--output-len", type=int, default=64, help="tokens of each (default: 64)")
+    parser.add_argument("--batch", type=int, default=32, help="number of sequences (default: 32)")
+    parser.add_argument("--output-len", type=int, default=64, help="tokens per sequence (default: 64)")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--max-length", type=int, help="characters of a word (default: as many as there come)")
+    parser.add_argument("--max-length", type=int, help="limit of a string's length in characters (default: none)")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     llm = LLM(args.checkpoint, quantization=args.quantization, max_model_len=1024, kv_cache_memory_bytes=2**31)
@@ -35,16 +35,16 @@ def main() -> None:
     prompts = [[100 + i, *range(200, 215)] for i in range(args.batch)]
 
     def run(params: SamplingParams) -> float:
-        """Seconds for a token of the batch."""
+        """Seconds per token of the batch."""
         begun = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         return (time.perf_counter() - begun) / sum(len(output.outputs[0].token_ids) for output in outputs)
 
-    run(free), run(guided)  # what is made once
+    run(free), run(guided)  # warm up
     times = [(run(free), run(guided)) for _ in tqdm(range(args.rounds), desc="rounds", unit="round")]
-    ratio = statistics.median(with_form / without for without, with_form in times)
-    without, with_form = (statistics.median(column) * 1e3 for column in zip(*times, strict=True))
-    print(f"{without:.3f} ms a token without, {with_form:.3f} with; median of the rounds' ratios {ratio:.3f}")
+    ratio = statistics.median(with_guide / without for without, with_guide in times)
+    without, with_guide = (statistics.median(column) * 1e3 for column in zip(*times, strict=True))
+    print(f"{without:.3f} ms/token without, {with_guide:.3f} with; median of the rounds' ratios {ratio:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""How much of JSON Schema guided decoding keeps to, over the official test suite.
+"""Conformance of guided decoding to JSON Schema, with the official test suite.
 
 python benchmarks/json_schema.py FOLDER
 
-FOLDER holds the suite's files of one draft (`tests/draft2020-12` of JSON-Schema-Test-Suite). For every schema the model
-writes several documents, sampled; those that come to an end are validated with jsonschema. A schema is kept to where
-every document is valid, and one at least has ended; else it must have been refused, and by name. Unjudged is what
-jsonschema itself does not understand.
+FOLDER contains the suite's files of one draft (`tests/draft2020-12` of JSON-Schema-Test-Suite). The model samples
+several documents for every schema; complete ones are validated with jsonschema. A schema is followed if all complete
+documents are valid and there is at least one; otherwise it should have been rejected, with the name of the unsupported
+keyword. Schemas that jsonschema itself does not support are counted as unjudged.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from penstock import LLM, GuidedDecodingParams, PenstockError, SamplingParams
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--model", default="", help="checkpoint (default: the model in the box)")
-    parser.add_argument("--documents", type=int, default=8, help="to be written for each schema (default: 8)")
-    parser.add_argument("--max-tokens", type=int, default=200, help="of a document (default: 200)")
-    parser.add_argument("--json", type=Path, help="write what became of each schema here")
+    parser.add_argument("--model", default="", help="checkpoint (default: the built-in model)")
+    parser.add_argument("--documents", type=int, default=8, help="documents per schema (default: 8)")
+    parser.add_argument("--max-tokens", type=int, default=200, help="tokens per document (default: 200)")
+    parser.add_argument("--json", type=Path, help="write the verdict of each schema to this file")
     args = parser.parse_args()
     llm = LLM(args.model, num_gpu_blocks_override=2000)
     found: dict[str, tuple[str, str]] = {}
@@ -39,12 +39,12 @@ def main() -> None:
     print(f"\n{len(found)} schemas")
     for verdict, count in counts.most_common():
         print(f"{verdict:<12}{count:>5}  {count / len(found):6.1%}")
-    refusals = Counter(reason for verdict, reason in found.values() if verdict == "refused")
-    print("\nrefused for")
-    for reason, count in refusals.most_common():
+    rejections = Counter(reason for verdict, reason in found.values() if verdict == "rejected")
+    print("\nreasons of rejections")
+    for reason, count in rejections.most_common():
         print(f"{count:>5}  {reason}")
     for name, (verdict, reason) in found.items():
-        if verdict not in ("kept to", "refused"):
+        if verdict not in ("followed", "rejected"):
             print(f"{verdict}: {name}: {reason}")
     if args.json:
         args.json.write_text(json.dumps(found, indent=1, ensure_ascii=False))
@@ -59,27 +59,27 @@ def schemas(folder: Path) -> list[tuple[str, Any]]:
 
 
 def judge(llm: LLM, schema: Any, documents: int, max_tokens: int) -> tuple[str, str]:
-    """What became of a schema, and why."""
+    """Verdict of a schema, and its reason."""
     try:
         form = GuidedDecodingParams(json=schema)
         params = SamplingParams(n=documents, temperature=1.0, seed=1, max_tokens=max_tokens, guided_decoding=form)
         output = llm.generate("JSON:", params, use_tqdm=False)[0]
     except PenstockError as error:
-        return "refused", re.sub(r"'[^']*'|\"[^\"]{20,}\"", "…", str(error))
-    ended = [made.text for made in output.outputs if made.finish_reason == "stop"]
-    failed = [made.failure.message for made in output.outputs if made.failure]
+        return "rejected", re.sub(r"'[^']*'|\"[^\"]{20,}\"", "…", str(error))
+    complete = [each.text for each in output.outputs if each.finish_reason == "stop"]
+    failed = [each.failure.message for each in output.outputs if each.failure]
     if failed:
         return "failed", failed[0]
     validator = Draft202012Validator(schema)
-    for text in ended:
+    for text in complete:
         try:
             if not validator.is_valid(json.loads(text)):
-                return "broken", text
+                return "violated", text
         except json.JSONDecodeError:
-            return "broken", text
-        except re.error as error:  # not of Python's patterns
+            return "violated", text
+        except re.error as error:  # a pattern that Python's re does not support
             return "unjudged", str(error)
-    return ("kept to", "") if ended else ("unfinished", output.outputs[0].text)
+    return ("followed", "") if complete else ("unfinished", output.outputs[0].text)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Bandwidth of KV transfers: slots of a filled transfer buffer from one process to another, over shared memory and over
-TCP, beside memcpy and iperf3 (if it is installed) on the same cores, in turns.
+"""Bandwidth of KV transfers between two processes over shared memory and TCP, compared with memcpy and iperf3 (if
+installed) on the same cores, alternating.
 
 python benchmarks/kv_transfer.py
 
-A transfer is timed from its request to its last verified slot, checksums on both sides included. The sender has the
-first core, the receiver the second.
+A transfer is timed from its request to its last verified slot, including checksums on both sides. The sender runs on
+the first core, the receiver on the second.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from penstock.engine.kv_transfer.sender import Exported
 
 SECRET = b"of this benchmark's processes"
 LAYERS, HEADS, VECTOR_BYTES = 28, 8, 256
-"""Those of Qwen3 with 0.6 billion parameters, in bfloat16."""
+"""Shape of Qwen3-0.6B in bfloat16."""
 LAYER_BYTES = 2 * SLOT_TOKENS * HEADS * VECTOR_BYTES
 INSTANCE = Instance(weights_version="w", fingerprint="f", layers=[(HEADS, VECTOR_BYTES)] * LAYERS)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--slots", type=int, default=32, help=f"slots of {SLOT_TOKENS} tokens a transfer (default: 32)")
-    parser.add_argument("--transfers", type=int, default=8, help="transfers a round (default: 8)")
-    parser.add_argument("--rounds", type=int, default=5, help="turns (default: 5)")
+    parser.add_argument("--slots", type=int, default=32, help=f"of {SLOT_TOKENS} tokens, per transfer (default: 32)")
+    parser.add_argument("--transfers", type=int, default=8, help="transfers per round (default: 8)")
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds (default: 5)")
     args = parser.parse_args()
     size = args.slots * LAYERS * LAYER_BYTES
     rates: dict[str, list[float]] = defaultdict(list)
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def memcpy_rate(size: int) -> float:
-    """GB/s of copying on the receiver's core, into memory that has been written before."""
+    """Bandwidth in GB/s of a copy on the receiver's core, to memory that was written before."""
     bind(1)
     source, target = np.full(size, 1, np.uint8), np.zeros(size, np.uint8)
     target[:] = source
@@ -76,15 +76,15 @@ def memcpy_rate(size: int) -> float:
 
 
 def iperf3_rate() -> float:
-    """GB/s of one TCP connection over loopback."""
+    """Bandwidth in GB/s of one TCP connection over loopback."""
     server = subprocess.Popen(["iperf3", "-s", "-1", "-p", "5399", "-A", first_core(0)], stdout=subprocess.DEVNULL)
     try:
         time.sleep(0.5)
         command = ["iperf3", "-c", "127.0.0.1", "-p", "5399", "-t", "3", "-J", "-A", first_core(1)]
-        told = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+        report = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     finally:
         server.wait()
-    return float(told["end"]["sum_received"]["bits_per_second"]) / 8e9
+    return float(report["end"]["sum_received"]["bits_per_second"]) / 8e9
 
 
 CORES = os.sched_getaffinity(0)
@@ -108,7 +108,7 @@ def ends() -> list[int]:
 
 
 def send(pipe: Connection, transport: str, slots: int) -> None:
-    """The prefill engine's process: offers all slots of a transfer at once."""
+    """Process of the prefill engine; sends all slots of a transfer at once."""
     bind(0)
     woken = threading.Event()
     buffer = TransferBuffer(slots, LAYERS * LAYER_BYTES)
@@ -132,7 +132,7 @@ def send(pipe: Connection, transport: str, slots: int) -> None:
 
 
 def transfer_rates(transport: str, slots: int, transfers: int) -> list[float]:
-    """GB/s of each transfer but the first."""
+    """Bandwidth in GB/s of each transfer, except for the first one."""
     ours, theirs = multiprocessing.Pipe()
     sender = multiprocessing.get_context("spawn").Process(target=send, args=(theirs, transport, slots))
     sender.start()

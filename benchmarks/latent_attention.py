@@ -1,11 +1,11 @@
-"""Latent attention as Penstock computes it, absorbed, beside its expanded form: bytes of a token in the KV cache, and
-time of a layer's attention, in turns.
+"""Multi-head latent attention (MLA) in absorbed form, as in Penstock, compared with expanded form: KV cache bytes per
+token, and time of a layer's attention, alternating.
 
 python benchmarks/latent_attention.py [--heads 128] [--threads 2]
 
-The expanded form keeps each head's keys and values, as multi-head attention does; its values are padded to the size of
-keys. Both make the same outputs of the same queries and latent vectors; projections that both have are left out. Ratios
-travel between machines, times do not.
+The expanded form stores each head's keys and values, as multi-head attention does; values are padded to the size of
+keys. Both compute the same outputs from the same queries and latent vectors; projections that both need are left out.
+Ratios carry over to other machines, times do not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tqdm import tqdm
 from penstock.ops import AttentionMetadata, AttentionOptions, KVSpec, cpu
 
 LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
-"""Sizes of DeepSeek-V2, V3 and R1, and of Kimi-K2."""
+"""Sizes in DeepSeek-V2, V3 and R1, and Kimi-K2."""
 BLOCK, CPU = 64, torch.device("cpu")
 STEPS = (
     ("decode", 1, 1, 1024),
@@ -31,14 +31,14 @@ STEPS = (
     ("prefill", 1, 512, 512),
     ("prefill", 1, 512, 4096),
 )
-"""Kind, sequences, new tokens of each, and its tokens with those."""
+"""Kind, number of sequences, new tokens per sequence, and total tokens per sequence."""
 
 
 class Layer:
-    """Both forms of a layer's attention, over ``sequences`` of ``length`` tokens, of which ``new`` are computed.
+    """Both forms of a layer's attention, for ``sequences`` sequences of ``length`` tokens, the last ``new`` computed.
 
     Args:
-        quantization: of the KV cache, as in ``KVSpec``.
+        quantization: KV cache quantization, as in ``KVSpec``.
     """
 
     def __init__(self, heads: int, sequences: int, new: int, length: int, quantization: str) -> None:
@@ -60,7 +60,7 @@ class Layer:
         self.up = cpu.pack([randn(heads * (NOPE + VALUE), LATENT) / 16])
 
     def absorbed(self) -> Tensor:
-        """Queries by the keys' matrix, attention to latent vectors, and what it returns by the values' matrix."""
+        """Project queries to the latent space, attend to latent vectors, and project the result to values."""
         queries = torch.empty(self.rows, self.heads, LATENT + ROPE, dtype=torch.bfloat16)
         cpu.linear_by_head(self.q[..., :NOPE], self.keys, queries[..., :LATENT])
         queries[..., LATENT:] = self.q[..., NOPE:]
@@ -68,7 +68,7 @@ class Layer:
         return cpu.linear_by_head(attended, self.values)
 
     def expanded(self) -> Tensor:
-        """Keys and values of the new tokens, and attention to those of all."""
+        """Compute keys and values of the new tokens, and attend to those of all tokens."""
         cpu.linear(self.latent, self.up)
         return cpu.attention(self.q, self.cache, self.metadata, AttentionOptions(self.scale))
 
@@ -78,14 +78,14 @@ def randn(*shape: int) -> Tensor:
 
 
 def fill(data: Tensor) -> None:
-    """Small numbers, whatever they are read as."""
+    """Fill a cache with values that are small in any of its dtypes."""
     data.view(torch.int16).copy_(torch.randn(data.numel() // 2).bfloat16().view(torch.int16).view(data.shape[0], -1))
 
 
-def seconds(call: Callable[[], Tensor], least: float = 0.2) -> float:
-    """Of a call, of as many as take ``least`` seconds."""
+def seconds(call: Callable[[], Tensor], minimum: float = 0.2) -> float:
+    """Seconds per call, averaged over calls for at least ``minimum`` seconds."""
     begun, calls = time.perf_counter(), 0
-    while (passed := time.perf_counter() - begun) < least or not calls:
+    while (passed := time.perf_counter() - begun) < minimum or not calls:
         call()
         calls += 1
     return passed / calls
@@ -93,8 +93,8 @@ def seconds(call: Callable[[], Tensor], least: float = 0.2) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--heads", type=int, default=128, help="128 are V3's, 16 V2-Lite's (default: 128)")
-    parser.add_argument("--threads", type=int, default=0, help="0 is all cores (default)")
+    parser.add_argument("--heads", type=int, default=128, help="attention heads; V3 has 128, V2-Lite 16 (default: 128)")
+    parser.add_argument("--threads", type=int, default=0, help="number of threads (default: 0, all cores)")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     cpu.set_threads(args.threads)
@@ -103,15 +103,15 @@ def main() -> None:
     for kind, sequences, new, length in STEPS:
         for quantization in ("", "int8"):
             layer = Layer(args.heads, sequences, new, length, quantization)
-            layer.absorbed(), layer.expanded()  # what is made once
+            layer.absorbed(), layer.expanded()  # warm up
             rounds = tqdm(range(args.rounds), desc=f"{kind} {sequences} x {length}", leave=False)
             times = [(seconds(layer.absorbed), seconds(layer.expanded)) for _ in rounds]
             ratio = statistics.median(expanded / absorbed for absorbed, expanded in times)
-            own, other = (statistics.median(column) * 1e3 for column in zip(*times, strict=True))
+            absorbed, expanded = (statistics.median(column) * 1e3 for column in zip(*times, strict=True))
             small, large = (spec.bytes_per_token for spec in layer.specs)
             print(
                 f"| {kind}, {sequences} × {new} of {length} | {quantization or 'bfloat16'} | {small:,} | {large:,} "
-                f"| {large / small:.0f} | {own:.2f} | {other:.2f} | {ratio:.2f} |"
+                f"| {large / small:.0f} | {absorbed:.2f} | {expanded:.2f} | {ratio:.2f} |"
             )
 
 

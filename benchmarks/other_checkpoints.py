@@ -1,4 +1,4 @@
-"""The demo model quantized as by other systems' tools: GGUF files, by llama.cpp's library, and bitsandbytes.
+"""Quantizes the demo model in other systems' formats: GGUF (with llama.cpp's library) and bitsandbytes.
 
 Needs the dependency group ``test``.
 """
@@ -21,19 +21,19 @@ from gguf_files import add_tokenizer, write_gguf
 from quantized import NF4
 
 GGUF = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
-"""Types of GGUF that the library quantizes to."""
+"""GGUF types that the library can quantize to."""
 BITSANDBYTES = ("int8", "nf4")
 BLOCK = 64
-"""Weights that share a scale in nf4."""
+"""Number of weights per scale in nf4."""
 
 
 def write_gguf_type(model: Path, out: Path, kind: str) -> None:
-    """Write a GGUF file whose matrices are of one type of ``GGUF``."""
+    """Write a GGUF file whose matrices all have the type ``kind``, one of ``GGUF``."""
     write_gguf(model, out, lambda name: kind, lambda writer: add_tokenizer(writer, model, "qwen2"))
 
 
 def write_bitsandbytes(model: Path, folder: Path, kind: str) -> None:
-    """Write a checkpoint whose layers are rounded to one of ``BITSANDBYTES``, as that library does it."""
+    """Write a checkpoint whose layers are quantized to ``kind``, one of ``BITSANDBYTES``, as that library does it."""
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     rounded: dict[str, Tensor] = {}
     for name, tensor in load_file(model / "model.safetensors").items():
@@ -58,10 +58,10 @@ def _int8(name: str, weight: Tensor) -> dict[str, Tensor]:
 def _nf4(name: str, weight: Tensor) -> dict[str, Tensor]:
     blocks = pad(weight.flatten(), (0, -weight.numel() % BLOCK)).view(-1, BLOCK)
     largest, table = blocks.abs().amax(1), torch.tensor(NF4)
-    places = (blocks / largest[:, None])[..., None].sub(table).abs().argmin(-1).flatten()[: weight.numel()]
+    codes = (blocks / largest[:, None])[..., None].sub(table).abs().argmin(-1).flatten()[: weight.numel()]
     state = {"quant_type": "nf4", "blocksize": BLOCK, "dtype": "bfloat16", "shape": list(weight.shape)}
     return {
-        name: (places[::2] << 4 | places[1::2]).to(torch.uint8)[:, None],
+        name: (codes[::2] << 4 | codes[1::2]).to(torch.uint8)[:, None],
         f"{name}.absmax": largest,
         f"{name}.quant_map": table,
         f"{name}.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),

@@ -1,10 +1,11 @@
-"""What ranks cost: a model on one rank with all threads, and on several with the same threads shared out, in turns.
+"""Overhead of ranks: a model on one rank with all threads, and on several ranks that share the same threads,
+alternating.
 
 python benchmarks/parallel.py CHECKPOINT --ranks 2x1 1x2
 
-It is the same work, so that what differs is what ranks wait for each other. A barrier between two processes is timed
-first. Quoted are medians over all rounds, and the first rank's time divided by the others': of the time in which each
-sequence gets a token, and of a prompt's prefill.
+The work is the same, so that the difference is the synchronization between ranks. First, a barrier between two
+processes is timed. The results are medians over all rounds of the time per decode step and of a prefill, and the time
+on one rank divided by the time on several.
 """
 
 from __future__ import annotations
@@ -45,16 +46,16 @@ def main() -> None:
         help="tensor-parallel ranks and pipeline stages (default: 2x1 1x2)",
     )
     parser.add_argument("--quantization", nargs="+", default=["none", "w8a8"], help="formats (default: none w8a8)")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="sequences (default: 1 8 32)")
-    parser.add_argument("--output-len", type=int, default=48, help="tokens of each (default: 48)")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32], help="batch sizes (default: 1 8 32)")
+    parser.add_argument("--output-len", type=int, default=48, help="tokens per sequence (default: 48)")
     parser.add_argument("--prefill", type=int, default=512, help="tokens of a long prompt (default: 512)")
-    parser.add_argument("--rounds", type=int, default=3, help="turns (default: 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds (default: 3)")
     parser.add_argument("--load-format", default="auto", help="dummy needs no weights (default: auto)")
-    parser.add_argument("--json", type=Path, help="write the medians here")
+    parser.add_argument("--json", type=Path, help="write the medians to this file")
     args = parser.parse_args()
 
     cores, grids = usable_cores(), [(1, 1), *args.ranks]
-    print(f"a barrier of two processes: {1e6 * barrier_seconds():.2f} microseconds")
+    print(f"barrier of two processes: {1e6 * barrier_seconds():.2f} microseconds")
     seconds: dict[tuple[str, str, Grid], list[float]] = defaultdict(list)
     turns = [(q, ranks) for _ in range(args.rounds) for q in args.quantization for ranks in grids]
     for quantization, ranks in tqdm(turns, desc="engines", unit="engine"):
@@ -64,7 +65,7 @@ def main() -> None:
         {"quantization": q, "work": work} | {name(g): statistics.median(seconds[q, work, g]) for g in grids}
         for q, work in dict.fromkeys((q, work) for q, work, _ in seconds)
     ]
-    print(f"| ms, with {cores} threads in all | {' | '.join(name(g) for g in grids)} |")
+    print(f"| ms, with {cores} threads in total | {' | '.join(name(g) for g in grids)} |")
     print(f"|---|{'---:|' * len(grids)}")
     for row in rows:
         one, *others = (1e3 * row[name(g)] for g in grids)
@@ -75,7 +76,7 @@ def main() -> None:
 
 
 Grid = tuple[int, int]
-"""Tensor-parallel ranks, and pipeline stages."""
+"""Numbers of tensor-parallel ranks and pipeline stages."""
 
 
 def grid(text: str) -> Grid:
@@ -88,7 +89,7 @@ def name(grid: Grid) -> str:
 
 
 def measure(args: argparse.Namespace, quantization: str, ranks: Grid, threads: int) -> dict[str, list[float]]:
-    """Seconds in which each of a batch's sequences gets a token, by batch, and of each prefill."""
+    """Seconds of each decode step by batch size, and of each prefill."""
     options = EngineOptions(
         model=str(args.checkpoint),
         load_format=args.load_format,
@@ -96,7 +97,7 @@ def measure(args: argparse.Namespace, quantization: str, ranks: Grid, threads: i
         tensor_parallel_size=ranks[0],
         pipeline_parallel_size=ranks[1],
         threads=threads,
-        distributed_executor_backend="mp",  # both, as it is the ranks that are compared
+        distributed_executor_backend="mp",  # also with one rank, so that only the number of ranks differs
         max_model_len=args.prefill + args.output_len + 16,
         max_num_batched_tokens=args.prefill,
         num_gpu_blocks_override=64 + 4 * max(args.batch),

@@ -1,11 +1,11 @@
-"""Prefill and decode apart against one instance: time to the first token, how much of a transfer the computation hides,
-and the time between tokens while long prompts arrive.
+"""Disaggregated prefill and decode compared with one instance: time to first token, share of the KV transfer that is
+overlapped with computation, and time between tokens while long prompts arrive.
 
 python benchmarks/prefill_decode.py --picture docs/prefill_decode.png
 
-The model has the shape of Qwen3 with 0.6 billion parameters and random weights. Prefill, decode and the instance that
-they stand beside have one core each for the time to the first token; the prefill instance and that one the same. While
-long prompts arrive, one instance has the same two cores as both together.
+The model has the shape of Qwen3-0.6B and random weights. For time to first token, every instance has one core; the
+single instance shares its core with the prefill instance. For the load of long prompts, the single instance has both
+cores.
 """
 
 from __future__ import annotations
@@ -53,29 +53,29 @@ SHAPE = {
     "torch_dtype": "bfloat16",
     "eos_token_id": 151645,
 }
-"""``config.json`` of Qwen3 with 0.6 billion parameters."""
+"""``config.json`` of Qwen3-0.6B."""
 FIRST_TOKEN, LAST_TOKEN = 100, 900
-"""Range of the prompts' token ids, which the built-in model's tokenizer has, too."""
+"""Range of the prompts' token ids, which also exist in the built-in model's tokenizer."""
 OUTPUT_TOKENS = list(range(300, 364))
-"""Ids of tokens that are text, so that each is sent at once."""
+"""Ids of tokens that decode to complete text, so that each is streamed immediately."""
 CORES = sorted(os.sched_getaffinity(0))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input-len", type=int, nargs="+", default=[512, 2048], help="tokens (default: 512 2048)")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each length (default: 5)")
-    parser.add_argument("--streams", type=int, default=4, help="streams that decode (default: 4)")
-    parser.add_argument("--stream-prompt", type=int, default=48, help="tokens of their prompts (default: 48)")
+    parser.add_argument(
+        "--input-len", type=int, nargs="+", default=[512, 2048], help="prompt tokens (default: 512 2048)"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="rounds per prompt length (default: 5)")
+    parser.add_argument("--streams", type=int, default=4, help="number of decoding streams (default: 4)")
+    parser.add_argument("--stream-prompt", type=int, default=48, help="tokens of the streams' prompts (default: 48)")
     parser.add_argument("--load-prompt", type=int, default=1024, help="tokens of a long prompt (default: 1024)")
+    parser.add_argument("--interval", type=float, default=6.0, help="seconds between two long prompts (default: 6)")
     parser.add_argument(
-        "--interval", type=float, default=6.0, help="seconds from one long prompt to the next (default: 6)"
+        "--load-seconds", type=float, default=60.0, help="duration of the load in seconds, 0: none (default: 60)"
     )
-    parser.add_argument(
-        "--load-seconds", type=float, default=60.0, help="seconds of that load, 0 for none (default: 60)"
-    )
-    parser.add_argument("--kv-transport", default="auto", help="of the instances (default: auto)")
-    parser.add_argument("--picture", type=Path, help="draw the time between tokens into this file")
+    parser.add_argument("--kv-transport", default="auto", help="transport between the instances (default: auto)")
+    parser.add_argument("--picture", type=Path, help="draw the time between tokens to this file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = checkpoint(Path(name))
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def checkpoint(folder: Path) -> Path:
-    """A checkpoint without weights."""
+    """Write a checkpoint without weights."""
     for file in demo.CHAT.iterdir():
         if file.suffix != ".safetensors":
             shutil.copy(file, folder)
@@ -107,7 +107,7 @@ def checkpoint(folder: Path) -> Path:
 
 @contextmanager
 def serving(folder: Path, cores: list[int], *flags: str) -> Iterator[str]:
-    """The base URL of a server."""
+    """Context with the base URL of a server."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "penstock.cli.main", "serve", "--model", str(folder), "--load-format", "dummy"]
@@ -118,8 +118,8 @@ def serving(folder: Path, cores: list[int], *flags: str) -> Iterator[str]:
     try:
         while not ready(url):
             if server.poll() is not None:
-                raise SystemExit("a server does not start")
-            time.sleep(0.2)  # between knocks
+                raise SystemExit("the server did not start")
+            time.sleep(0.2)
         yield url
     finally:
         server.send_signal(signal.SIGINT)
@@ -136,7 +136,7 @@ def ready(url: str) -> bool:
 
 @contextmanager
 def instances(folder: Path, cores: list[int], *flags: str) -> Iterator[tuple[str, str]]:
-    """URLs of a router, and of the prefill instance behind it. Prefill has the first core, decode the second."""
+    """Context with the URLs of a router and its prefill instance. Prefill has the first core, decode the second."""
     with ExitStack() as stack:
         urls = {
             role: stack.enter_context(serving(folder, [core], "--role", role, "--threads", "1", *flags))
@@ -163,7 +163,7 @@ def first_tokens(args: argparse.Namespace, folder: Path) -> None:
             tokens = prompt(rng, length)
             found[length, "one instance"].append(first_token(alone, tokens))
             found[length, "apart"].append(first_token(router, tokens))
-            post(f"{router}/reset_prefix_cache", {})  # of all instances
+            post(f"{router}/reset_prefix_cache", {})  # resets all instances
             first_token(prefill, tokens)
             found[length, "cached by prefill"].append(first_token(router, tokens))
             found[length, "cached by decode"].append(first_token(router, tokens))
@@ -187,12 +187,12 @@ def prompt(rng: random.Random, length: int) -> list[int]:
 
 
 def first_token(url: str, tokens: list[int]) -> float:
-    """Seconds."""
+    """Time to first token in seconds."""
     return next(token_times(url, tokens, 2))
 
 
 def token_times(url: str, tokens: list[int], max_tokens: int) -> Iterator[float]:
-    """Seconds from the request to each token."""
+    """Time from the request to each token in seconds."""
     asked = {"prompt": tokens, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, "stream": True}
     asked["allowed_token_ids"] = OUTPUT_TOKENS
     begun = time.perf_counter()
@@ -211,7 +211,7 @@ def post(url: str, body: dict[str, Any]) -> Any:
 
 
 def under_load(args: argparse.Namespace, folder: Path, apart: bool) -> list[float]:
-    """Seconds between tokens of streams while long prompts arrive."""
+    """Times between tokens of the streams in seconds while long prompts arrive."""
     cores, gaps, stop = (CORES * 2)[:2], list[float](), threading.Event()
     with ExitStack() as stack:
         if apart:
@@ -255,7 +255,7 @@ def print_gaps(gaps: dict[str, list[float]]) -> None:
 
 
 def draw(gaps: dict[str, list[float]], args: argparse.Namespace) -> None:
-    """The share of tokens that came later than each time after the one before."""
+    """Draw the share of tokens above each time between tokens."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -267,9 +267,7 @@ def draw(gaps: dict[str, list[float]], args: argparse.Namespace) -> None:
         axes.step([1e3 * value for value in ordered], [1 - i / len(ordered) for i in range(len(ordered))], label=name)
     axes.axhline(0.01, color="gray", linewidth=0.8, linestyle=":")
     axes.annotate("p99", (1, 0.01), xycoords=("axes fraction", "data"), ha="right", va="bottom", color="gray")
-    axes.set(
-        xscale="log", yscale="log", xlabel="time between two tokens, ms", ylabel="share of tokens that took longer"
-    )
+    axes.set(xscale="log", yscale="log", xlabel="time between two tokens, ms", ylabel="share of tokens above")
     axes.set_title(
         f"{args.streams} streams, a prompt of {args.load_prompt} tokens every {args.interval:g} s", fontsize=10
     )

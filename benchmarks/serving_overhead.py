@@ -1,9 +1,9 @@
-"""What serving costs besides the model: a tiny model under streams, Penstock's server and a peer's in turns.
+"""Overhead of serving: a tiny model with streaming clients, Penstock's server and a peer's, alternating.
 
 python benchmarks/serving_overhead.py CHECKPOINT --peer "python -m vllm.entrypoints.openai.api_server --port {port} ..."
 
-The peer's command gets {model} and {port} filled in. The client is ``penstock bench serve`` on the same machine, so its
-own work is in the figures of both. Quoted is the median of the rounds' ratios.
+In the peer's command, {model} and {port} are replaced. The client is ``penstock bench serve`` on the same machine, so
+its processor time affects both. The ratio is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from tqdm import tqdm
 
 OURS = f"{sys.executable} -m penstock.cli.main serve --model {{model}} --port {{port}} --log-level warning"
 START_LIMIT = 300.0
-"""Seconds that a server gets to start."""
+"""Time limit of a server's start in seconds."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--peer", help="command of an OpenAI-compatible server to stand beside")
+    parser.add_argument("--peer", help="command of an OpenAI-compatible server to compare with")
     parser.add_argument("--max-concurrency", type=int, nargs="+", default=[1, 16, 64], help="(default: 1 16 64)")
-    parser.add_argument("--input-len", type=int, default=16, help="tokens a prompt has (default: 16)")
-    parser.add_argument("--output-len", type=int, default=64, help="tokens to generate for each (default: 64)")
-    parser.add_argument("--rounds", type=int, default=3, help="turns each server takes (default: 3)")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--input-len", type=int, default=16, help="tokens per prompt (default: 16)")
+    parser.add_argument("--output-len", type=int, default=64, help="tokens to generate per prompt (default: 64)")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds (default: 3)")
+    parser.add_argument("--json", type=Path, help="write results to this file")
     args = parser.parse_args()
 
     commands = {"penstock": OURS} | ({"peer": args.peer} if args.peer else {})
@@ -58,7 +58,7 @@ def main() -> None:
 
 @contextmanager
 def serving(command: str, checkpoint: Path) -> Iterator[str]:
-    """Start a server, wait until it is healthy, and stop it."""
+    """Context with the URL of a started server."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     server = subprocess.Popen(shlex.split(command.format(model=checkpoint, port=port)), stdout=subprocess.DEVNULL)
@@ -66,8 +66,8 @@ def serving(command: str, checkpoint: Path) -> Iterator[str]:
         url, limit = f"http://127.0.0.1:{port}", time.monotonic() + START_LIMIT
         while not healthy(url):
             if server.poll() is not None or time.monotonic() > limit:
-                raise SystemExit(f"this server does not start: {command}")
-            time.sleep(0.1)  # between knocks
+                raise SystemExit(f"the server did not start: {command}")
+            time.sleep(0.1)
         yield url
     finally:
         server.send_signal(signal.SIGINT)
@@ -83,7 +83,7 @@ def healthy(url: str) -> bool:
 
 
 def measure(url: str, concurrency: int, args: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """Figures of ``penstock bench serve`` for so many streams at a time."""
+    """Results of ``penstock bench serve`` with ``concurrency`` concurrent requests."""
     options = {
         "base-url": url,
         "max-concurrency": concurrency,
@@ -101,7 +101,7 @@ def measure(url: str, concurrency: int, args: argparse.Namespace, seed: int) -> 
 
 
 def table(found: dict[str, dict[int, list[dict[str, Any]]]], levels: list[int]) -> str:
-    """Medians over the rounds, and where there is a peer the median of the rounds' ratios, as Markdown."""
+    """Markdown table of medians over the rounds, and, with a peer, medians of the rounds' ratios."""
     lines = ["| streams | server | tokens/s | TTFT p50, ms | ITL p50, ms |", "|---:|---|---:|---:|---:|"]
     names = {"tokens": "output_throughput", "ttft": "median_ttft_ms", "itl": "median_itl_ms"}
     for level in levels:

@@ -1,10 +1,10 @@
-"""What guessing ahead brings: tokens a second with and without, in turns.
+"""Speedup of speculative decoding: tokens per second with and without, alternating.
 
 python benchmarks/speculation.py [CHECKPOINT] [--speculative-config JSON ...]
 
-Several methods are measured in turns, with the same questions, in one sitting. By default the model in the box answers
-questions with its draft model and by what came before, and goes on with lists that repeat themselves. Another
-checkpoint goes on with the lists only, as a model of random weights has nothing to say.
+Several methods alternate with the same prompts in one run. By default the built-in model answers questions and
+continues repetitive lists, with its draft model and with n-gram lookup. Another checkpoint only continues the lists, as
+a model with random weights cannot answer questions.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", nargs="?", default="")
     parser.add_argument(
-        "--speculative-config", nargs="+", help="as JSON (default: each method that the model in the box allows)"
+        "--speculative-config", nargs="+", help="JSON, one per method (default: all methods the model supports)"
     )
     parser.add_argument("--quantization", default="none")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="sequences at a time (default: 1 8)")
-    parser.add_argument("--output-len", type=int, default=96, help="tokens of each (default: 96)")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="batch sizes (default: 1 8)")
+    parser.add_argument("--output-len", type=int, default=96, help="tokens per sequence (default: 96)")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     methods = args.speculative_config or [
@@ -50,7 +50,7 @@ def main() -> None:
     ]
     common = {"model": args.checkpoint, "quantization": args.quantization, "max_model_len": 1024}
     plain = LLM(kv_cache_memory_bytes=2**28, **common)
-    guessing = {
+    speculating = {
         (method, adaptive): LLM(
             kv_cache_memory_bytes=2**28, **common, speculative_config=json.loads(method) | {"adaptive": adaptive}
         )
@@ -59,20 +59,20 @@ def main() -> None:
     }
     for name, prompts in (("lists", LISTS),) if args.checkpoint else (("questions", QUESTIONS), ("lists", LISTS)):
         for batch in args.batch:
-            measure(f"{name} x{batch}", plain, guessing, prompts, name, batch, args)
+            measure(f"{name} x{batch}", plain, speculating, prompts, name, batch, args)
 
 
-Guessing = dict[tuple[str, bool], LLM]
-"""By the method's JSON, and whether it may stop where it does not pay."""
+Engines = dict[tuple[str, bool], LLM]
+"""Engines by JSON of the method, and whether it is adaptive (stops when drafting does not pay)."""
 
 
 def measure(
-    title: str, plain: LLM, guessing: Guessing, prompts: list[str], kind: str, batch: int, args: argparse.Namespace
+    title: str, plain: LLM, speculating: Engines, prompts: list[str], kind: str, batch: int, args: argparse.Namespace
 ) -> None:
     params = SamplingParams(temperature=0, max_tokens=args.output_len, ignore_eos=True)
 
     def run(llm: LLM) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         tokens, seconds = 0, 0.0
         for start in range(0, len(prompts), batch):
             some = (prompts * batch)[start : start + batch]
@@ -85,25 +85,25 @@ def measure(
             tokens += sum(len(output.outputs[0].token_ids) for output in outputs)
         return tokens / seconds
 
-    for llm in (plain, *guessing.values()):
-        run(llm)  # what is made once, and what is tried
-    before = {key: replace(stats(llm)) for key, llm in guessing.items()}
-    ratios: dict[tuple[str, bool], list[float]] = {key: [] for key in guessing}
+    for llm in (plain, *speculating.values()):
+        run(llm)  # warm up
+    before = {key: replace(stats(llm)) for key, llm in speculating.items()}
+    ratios: dict[tuple[str, bool], list[float]] = {key: [] for key in speculating}
     rates = []
     for _ in tqdm(range(args.rounds), desc=title, unit="round", leave=False):
         rates.append(run(plain))
-        for key, llm in guessing.items():
+        for key, llm in speculating.items():
             ratios[key].append(run(llm) / rates[-1])
     print(f"{title}: {statistics.median(rates):.0f} tokens/s without")
-    for method in dict.fromkeys(method for method, _ in guessing):
+    for method in dict.fromkeys(method for method, _ in speculating):
         always, adaptive = (statistics.median(ratios[method, each]) for each in (False, True))
-        drafts, guessed, right = (
-            getattr(stats(guessing[method, False]), name) - getattr(before[method, False], name)
+        drafts, drafted, accepted = (
+            getattr(stats(speculating[method, False]), name) - getattr(before[method, False], name)
             for name in ("drafts", "draft_tokens", "accepted_tokens")
         )
         print(
-            f"  {method}: {always:.2f} times as many with guesses, {adaptive:.2f} where they may stop; "
-            f"{right / max(guessed, 1):.0%} right, {1 + right / max(drafts, 1):.2f} tokens a step with guesses"
+            f"  {method}: speedup {always:.2f}, adaptive {adaptive:.2f}; {accepted / max(drafted, 1):.0%} of draft "
+            f"tokens accepted, {1 + accepted / max(drafts, 1):.2f} tokens per step with drafts"
         )
 
 

@@ -1,13 +1,14 @@
-"""What traces cost: servers with them off, on for a tenth of the requests, and on for all, all up, asked in turns.
+"""Overhead of tracing: concurrently running servers with tracing off, for 10 % and for 100 % of the requests are
+measured alternately.
 
 python benchmarks/tracing_overhead.py [CHECKPOINT] [--against FOLDER]
 
-A small model makes the server's own work count most. The collector is tests/support/collector.py, on the same machine,
-and forgets what it gets; its work is in the figures of speed, but not in the servers' processor time. Each round asks
-every server once, in an order that is drawn; a round's ratio is to the server with traces off. Quoted is the median of
-the ratios, and the interval that holds it in 95 of 100 resamplings. The least processor time of all rounds is what a
-busy machine disturbs least. ``--against`` adds a server of another tree of this project, as one from before traces
-came: its ratio says what they cost where they are off.
+A small model makes the server's work dominate. The collector (tests/support/collector.py) runs on the same machine and discards
+its data; it affects speed, but not the servers' processor time. Each round measures every server once, in random order;
+ratios are relative to the server without tracing in the same round. The results are the median of the ratios with its
+95 % bootstrap interval. The minimum of processor time over all rounds is least affected by other load. ``--against``
+adds a server from another tree of this project, such as one without tracing code, to measure the cost of disabled
+tracing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from collector import collecting
 RATIOS = {"off": None, "10 %": 0.1, "100 %": 1.0}
 SERVE = "-m penstock.cli.main serve --model {model} --port {port} --log-level warning"
 FIGURES = {
-    "CPU, ms a request": "cpu",
+    "CPU, ms/request": "cpu",
     "tokens/s": "output_throughput",
     "TTFT p50, ms": "median_ttft_ms",
     "ITL p50, ms": "median_itl_ms",
@@ -41,11 +42,11 @@ FIGURES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, nargs="?", help="(default: the built-in model)")
-    parser.add_argument("--against", type=Path, help="another tree of this project, with a .venv of its own")
-    parser.add_argument("--max-concurrency", type=int, default=16, help="(default: 16)")
-    parser.add_argument("--input-len", type=int, default=16, help="tokens a prompt has (default: 16)")
-    parser.add_argument("--output-len", type=int, default=64, help="tokens to generate for each (default: 64)")
-    parser.add_argument("--rounds", type=int, default=15, help="turns each server takes (default: 15)")
+    parser.add_argument("--against", type=Path, help="another tree of this project, with a .venv")
+    parser.add_argument("--max-concurrency", type=int, default=16, help="concurrent requests (default: 16)")
+    parser.add_argument("--input-len", type=int, default=16, help="tokens per prompt (default: 16)")
+    parser.add_argument("--output-len", type=int, default=64, help="tokens to generate per prompt (default: 64)")
+    parser.add_argument("--rounds", type=int, default=15, help="number of rounds (default: 15)")
     args = parser.parse_args()
     if args.checkpoint is None:
         from penstock import demo
@@ -81,7 +82,7 @@ def main() -> None:
 
 
 def cpu_seconds(url: str) -> float:
-    """Processor time of a server's processes so far, of which the first has its port in the command line."""
+    """Processor time so far of a server's processes: the one with its port in the command line, and descendants."""
     port, parents, times, first = url.rpartition(":")[2], {}, {}, set()
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -96,12 +97,12 @@ def cpu_seconds(url: str) -> float:
 
 
 def table(found: dict[str, list[dict[str, Any]]]) -> str:
-    """Medians, and medians of the ratios to the server with traces off, as Markdown."""
+    """Markdown table of medians, and of medians of the ratios to the server without tracing."""
     titles = " | ".join(f"{title} | ratio" for title in FIGURES)
-    lines = [f"| traces | least CPU, ms a request | ratio | {titles} |", "|---" * (3 + 2 * len(FIGURES)) + "|"]
-    least = {name: min(run["cpu"] for run in runs) for name, runs in found.items()}
+    lines = [f"| traces | minimum CPU, ms/request | ratio | {titles} |", "|---" * (3 + 2 * len(FIGURES)) + "|"]
+    minimum = {name: min(run["cpu"] for run in runs) for name, runs in found.items()}
     for name, runs in found.items():
-        cells = [f"{least[name]:.2f}", f"{least[name] / least['off']:.3f}"]
+        cells = [f"{minimum[name]:.2f}", f"{minimum[name] / minimum['off']:.3f}"]
         for key in FIGURES.values():
             median = statistics.median(run[key] for run in runs)
             ratios = [run[key] / off[key] for run, off in zip(runs, found["off"], strict=True)]
@@ -112,7 +113,7 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def interval(values: list[float], resamplings: int = 2000) -> tuple[float, float]:
-    """The interval that holds the median in 95 of 100 resamplings."""
+    """95 % bootstrap interval of the median."""
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(resamplings))
     return medians[resamplings // 40], medians[-resamplings // 40]

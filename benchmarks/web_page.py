@@ -1,9 +1,9 @@
-"""How fast the web page is there, in headless Chromium on this machine.
+"""Load time of the web page in headless Chromium on this machine.
 
 python benchmarks/web_page.py [--rounds 7] [--url http://127.0.0.1:8000]
 
-Without --url a server with the built-in model is started. Each round is a new browser profile, so that nothing is
-cached. Quoted are the medians.
+Without --url a server with the built-in model is started. Each round uses a new browser profile, so that nothing is
+cached. The results are medians.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from serving import Served
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--url", default="", help="a server that runs")
+    parser.add_argument("--url", default="", help="URL of a running server (default: start one)")
     args = parser.parse_args()
     paints, models, sizes = [], [], []
     with ExitStack() as stack:
@@ -44,7 +44,7 @@ def main() -> None:
             sizes.append(sum(received))
             context.close()
         browser.close()
-    print("| first contentful paint, ms | models are there, ms | kB |\n|---:|---:|---:|")
+    print("| first contentful paint, ms | models listed, ms | kB |\n|---:|---:|---:|")
     print(
         "| "
         + " | ".join(f"{statistics.median(values):.0f}" for values in (paints, models, [s / 1000 for s in sizes]))

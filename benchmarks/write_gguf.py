@@ -1,8 +1,8 @@
-"""Write a GGUF file of a checkpoint, to be served by Penstock and llama.cpp alike.
+"""Write a checkpoint as a GGUF file, to compare Penstock and llama.cpp.
 
 python benchmarks/write_gguf.py CHECKPOINT OUT.gguf --type Q4_0
 
-Types that llama.cpp's library for Python cannot quantize to have random blocks: speed does not depend on them.
+Types that llama.cpp's Python library cannot quantize to get random blocks, as speed does not depend on the values.
 ``Q4_K_M`` is llama.cpp's mixture of Q4_K and Q6_K. Needs the dependency group ``test``.
 """
 
@@ -19,10 +19,10 @@ from gguf_files import HALVES, WRITTEN, add_tokenizer, write_gguf
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path, help="with one model.safetensors and a byte-level tokenizer.json")
+    parser.add_argument("checkpoint", type=Path, help="folder with model.safetensors and a byte-level tokenizer.json")
     parser.add_argument("out", type=Path)
     parser.add_argument("--type", choices=[*WRITTEN, *sorted(HALVES.keys() - WRITTEN), "Q4_K_M"], default="Q4_0")
-    parser.add_argument("--pre", default="qwen2", help="name of the pre-tokenizer (qwen2)")
+    parser.add_argument("--pre", default="qwen2", help="name of the pre-tokenizer (default: qwen2)")
     args = parser.parse_args()
 
     def type_of(name: str) -> str:
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def _is_precise(name: str) -> bool:
-    """Half of the layers, as in llama.cpp's mixture."""
+    """True for some matrices of every other layer, as in llama.cpp's mixture."""
     return "attn_v" in name or "ffn_down" in name if int(name.split(".")[1]) % 2 else False
 
 

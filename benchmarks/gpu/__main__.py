@@ -1,10 +1,10 @@
-"""Everything of the CUDA backend that needs a GPU: whether it is right, and how near the roofline it is.
+"""Checks and benchmarks of the CUDA backend that need a GPU: correctness, and performance relative to the roofline.
 
     python benchmarks/gpu [--out FOLDER] [--parts NAME,…] [--minutes 8] [--tune]
 
-Runs from the repository, installed or not, without a network and without the compiled CPU kernels. Each part has a
-process of its own, so that one that fails takes no other with it. Writes results.json, results.md and, where matplotlib
-is installed, results.png. Exits 1 where a part failed or was wrong, 2 where there is no GPU.
+Runs from the repository, installed or not, without a network and without the compiled CPU kernels. Every part runs in
+separate processes, so that a failure does not affect other parts. Writes results.json, results.md and, if matplotlib is
+installed, results.png. Exits with 1 if a part failed or found errors, with 2 if there is no GPU.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from shapes import FULL, INTERPRETED, Scale
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent.parent / "src"
-MISSING = "msgspec and xxhash are needed; where there is no network, see --packages in benchmarks/gpu/README.md"
+MISSING = "install msgspec and xxhash; without a network, see --packages in benchmarks/gpu/README.md"
 CHECKS = {"ops": 240, "models": 100, "graphs": 100, "contract": 200}
-"""Parts that say whether it is right, which run at once, and the most seconds that a process of each takes."""
-MEASURES = {"facts": 30, "roofline": 60, "counterparts": 110}
-"""Parts that are timed, one after the other, likewise."""
+"""Time limits per process in seconds of the parts that check correctness; they run concurrently."""
+MEASURES = {"device": 30, "roofline": 60, "counterparts": 110}
+"""Time limits per process in seconds of the parts that measure time; they run one after the other."""
 TUNING = 300
 PORTIONS = 14
-"""Of the checks of ops, which compile a kernel each."""
+"""Number of processes for the checks of ops, each of which compiles a kernel."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="(default: gpu-results)")
-    parser.add_argument("--parts", help=f"of {', '.join([*MEASURES, *CHECKS])}, tuning (default: all but tuning)")
-    parser.add_argument("--models", help="of which roofline and counterparts are measured (default: all)")
-    parser.add_argument("--jobs", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)), help="checks at once")
-    parser.add_argument("--minutes", type=float, default=8, help="no part starts or goes on after them (default: 8)")
-    parser.add_argument("--tune", action="store_true", help="try other tiles of products, too; 4 minutes more")
-    parser.add_argument("--interpret", action="store_true", help="a tiny version in Triton's interpreter, on a CPU")
-    parser.add_argument("--ops", default="cuda", help=argparse.SUPPRESS)  # reference: tries the script alone
-    parser.add_argument("--packages", type=Path, help="folder of unpacked wheels that are not installed here")
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="results folder (default: gpu-results)")
+    parser.add_argument("--parts", help=f"from {', '.join([*MEASURES, *CHECKS])}, tuning (default: all but tuning)")
+    parser.add_argument("--models", help="models for roofline and counterparts (default: all)")
+    parser.add_argument("--jobs", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)), help="parallel checks")
+    parser.add_argument("--minutes", type=float, default=8, help="time limit of the whole run (default: 8)")
+    parser.add_argument("--tune", action="store_true", help="also try other tiles for matrix products (4 more minutes)")
+    parser.add_argument("--interpret", action="store_true", help="tiny version in Triton's interpreter, on a CPU")
+    parser.add_argument("--ops", default="cuda", help=argparse.SUPPRESS)  # "reference" tests only this script
+    parser.add_argument("--packages", type=Path, help="folder of unpacked wheels, for packages that are not installed")
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)  # a part, in its own process
+    parser.add_argument("--run", nargs="+", help=argparse.SUPPRESS)  # run one part in this process
     args = parser.parse_args()
     if args.packages:
         sys.path.append(str(args.packages.resolve()))
@@ -66,9 +66,7 @@ def main() -> int:
         print(f"{error}: {MISSING}", file=sys.stderr)
         return 2
     if not args.interpret and not torch.cuda.is_available():
-        print(
-            "No GPU is here, or this PyTorch cannot use it; --interpret tries the script without one.", file=sys.stderr
-        )
+        print("No GPU is available to PyTorch; --interpret runs a tiny version without one.", file=sys.stderr)
         return 2
     return run_all(args)
 
@@ -82,33 +80,33 @@ def run_all(args: argparse.Namespace) -> int:
     writing = Lock()
 
     def run(part: str) -> None:
-        own = {**CHECKS, **MEASURES, "tuning": TUNING}.get(part.split()[0], 60)
-        left = own if part == "tuning" else min(own, ends - time.monotonic())
+        limit = {**CHECKS, **MEASURES, "tuning": TUNING}.get(part.split()[0], 60)
+        remaining = limit if part == "tuning" else min(limit, ends - time.monotonic())
         begun = time.monotonic()
-        found = in_a_process(args, part, left) if left > 5 else {"failure": "no time was left"}
+        found = run_process(args, part, remaining) if remaining > 5 else {"failure": "no time left (--minutes)"}
         with writing:
             results[part] = found | {"seconds": time.monotonic() - begun}
             print(f"{part}: {summary(results[part])} ({results[part]['seconds']:.0f} s)", flush=True)
             (args.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
 
-    run_lone = [part for name in wanted if name not in CHECKS for part in processes(name, scale, args)]
-    if "facts" in run_lone:
-        run_lone.remove("facts")
-        run("facts")
+    run_alone = [part for name in wanted if name not in CHECKS for part in processes(name, scale, args)]
+    if "device" in run_alone:
+        run_alone.remove("device")
+        run("device")
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(run, [part for name in wanted if name in CHECKS for part in processes(name, scale, args)]))
-    for part in run_lone:
+    for part in run_alone:
         run(part)
     from report import draw, markdown
 
     (args.out / "results.md").write_text(markdown(results))
     drawn = draw(args.out / "results.png", results)
-    print(f"Results are in {args.out}{'' if drawn else '; no picture was drawn'}.")
+    print(f"Results are in {args.out}{'' if drawn else ' (without a picture)'}.")
     return int(any(not is_right(part) for part in results.values()))
 
 
 def processes(name: str, scale: Scale, args: argparse.Namespace) -> list[str]:
-    """The processes of a part, by its name and what it is given."""
+    """Processes of a part: its name and arguments."""
     measured = [each.name for each in (*scale.models, *scale.measured)]
     chosen = args.models.split(",") if args.models else measured
     match name:
@@ -133,8 +131,8 @@ def scale_of(args: argparse.Namespace) -> Scale:
     return replace(INTERPRETED if args.interpret else FULL, ops=args.ops)
 
 
-def in_a_process(args: argparse.Namespace, part: str, seconds: float) -> dict[str, Any]:
-    """What a part found. What it said goes to a file of its name."""
+def run_process(args: argparse.Namespace, part: str, seconds: float) -> dict[str, Any]:
+    """Run a part in a process; returns its results. Its output is written to a log file."""
     name = part.replace(" ", "-").replace("/", "-of-")
     result, log = args.out / f"{name}.json", args.out / f"{name}.log"
     result.unlink(missing_ok=True)
@@ -145,25 +143,25 @@ def in_a_process(args: argparse.Namespace, part: str, seconds: float) -> dict[st
         try:
             subprocess.run([*command, "--run", *part.split()], stdout=file, stderr=file, timeout=seconds, check=False)
         except subprocess.TimeoutExpired:
-            return {"failure": f"it took more than {seconds:.0f} seconds"}
+            return {"failure": f"the process took more than {seconds:.0f} seconds"}
     if not result.exists():
-        said = log.read_text().strip().splitlines()
-        return {"failure": f"its process ended without a result: {' / '.join(said[-3:])}"}
+        lines = log.read_text().strip().splitlines()
+        return {"failure": f"the process ended without a result: {' / '.join(lines[-3:])}"}
     found: dict[str, Any] = json.loads(result.read_text())
     result.unlink()
     return found
 
 
 def run_part(out: Path, result: Path, scale: Scale, part: str, *given: str) -> int:
-    """Run a part, and write what it found to a file."""
+    """Run a part in this process, and write its results to a file."""
     try:
         if scale.interpret:
             sys.path.append(str(HERE.parent.parent / "tests/support"))
-            importlib.import_module("interpreted")  # sums products as a GPU does
+            importlib.import_module("interpreted")  # accumulates matrix products like a GPU
         limits = {}
         if part in ("roofline", "counterparts"):
             known = json.loads((out / "results.json").read_text()) if (out / "results.json").exists() else {}
-            limits = known.get("facts", {}).get("limits") or importlib.import_module("facts").run(scale)["limits"]
+            limits = known.get("device", {}).get("limits") or importlib.import_module("device").run(scale)["limits"]
         match part:
             case "ops":
                 found = importlib.import_module("op_checks").run(scale, *given)

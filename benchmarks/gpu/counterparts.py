@@ -1,5 +1,5 @@
-"""The same work by others on the same device: PyTorch op by op, a static cache compiled by ``torch.compile`` (as in
-gpt-fast), and transformers. In bfloat16, on random weights."""
+"""Other systems on the same device: eager PyTorch, a static KV cache with ``torch.compile`` (as in gpt-fast), and
+transformers, in bfloat16 with random weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from timing import seconds, seconds_of_many
 from torch import Tensor, nn
 
 COMPILED_BATCHES = (1, 64)
-"""Each takes half a minute to compile."""
+"""Batch sizes for ``torch.compile``; each takes half a minute to compile."""
 
 
 def run(scale: Scale, limits: dict[str, float], model_name: str) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class Norm(nn.Module):
 
 
 class Layer(nn.Module):
-    """A decoder layer with a static cache."""
+    """Decoder layer with a static KV cache."""
 
     def __init__(self, model: Model, batch: int, length: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 
 class Decoder(nn.Module):
-    """A model as gpt-fast has it: one static cache, a mask, the argmax of the last token."""
+    """Decoder like gpt-fast's: a static KV cache, a mask, and the argmax of the last token."""
 
     def __init__(self, model: Model, batch: int, length: int) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def decoder(model: Model, batch: int, length: int, scale: Scale, device: torch.d
 
 
 Timed = list[tuple[str, float, int]]
-"""What was timed, its seconds, and its tokens."""
+"""Name of the work, seconds, and number of tokens."""
 
 
 @torch.inference_mode()

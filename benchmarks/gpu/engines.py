@@ -1,4 +1,4 @@
-"""Engines of models of random weights, what they answer, and how long their steps take."""
+"""Engines with random weights, their outputs, and the time of their steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.engine.engine import Engine
 
 @contextmanager
 def engine(shape: Model, scale: Scale, format: str = "bf16", **options: Any) -> Iterator[Engine]:
-    """An engine of a model of this shape, whose memory is free again afterwards."""
+    """Context with an engine of a model with this shape; its memory is freed at the end."""
     with TemporaryDirectory() as folder:
         fixed: dict[str, Any] = {
             "model": str(shape.save(Path(folder))),
@@ -51,24 +51,24 @@ def prompts(model: Model, count: int, length: int, seed: int = 0) -> list[list[i
 
 
 def request(name: str, prompt: list[int], tokens: int, salt: str = "", **sampling: Any) -> EngineRequest:
-    """A request. Those of another ``salt`` do not share its cached prefix."""
+    """Create a request. Requests with different ``salt`` share no prefix cache."""
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True} | sampling)
     return EngineRequest(request_id=name, prompt=prompt, sampling=params, cache_salt=salt)
 
 
 @dataclass
 class Answer:
-    """What a request was told."""
+    """Output of a request."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[tuple[int, str, int]] = field(default_factory=list)
-    """Token, logprob to the last bit, and rank."""
+    """Token id, exact logprob (``float.hex``), and rank."""
     context_logits: bytes = b""
     cached_tokens: int = 0
 
 
 def answers(one: Engine, requests: Sequence[EngineRequest]) -> dict[str, Answer]:
-    """Serve requests together. Raises where one fails."""
+    """Run requests together. Raises ``RuntimeError`` if one fails."""
     found = {each.request_id: Answer() for each in requests}
     for each in requests:
         one.add(each)
@@ -87,25 +87,25 @@ def answers(one: Engine, requests: Sequence[EngineRequest]) -> dict[str, Answer]
 
 @dataclass
 class Decoding:
-    """Steps in which all sequences decode."""
+    """Timed steps in which all sequences decode."""
 
     sequences: int
     steps: float
     seconds: float
     context: float
-    """Tokens of a sequence, on average."""
+    """Average number of tokens per sequence."""
 
     @property
     def step(self) -> float:
-        """Seconds."""
+        """Seconds per step."""
         return self.seconds / self.steps
 
 
 def time_decoding(one: Engine, given: Sequence[list[int]], steps: int, step_tokens: int) -> Decoding:
-    """Time decode steps of all prompts together: from when the last one has its first token, until the first ends.
+    """Time decode steps of all prompts together: from the last prompt's first token to the end of the first sequence.
 
     Args:
-        step_tokens: ``max_num_batched_tokens``. Prompts take several steps, in which others decode already.
+        step_tokens: ``max_num_batched_tokens``. Prefill takes several steps, during which other sequences decode.
     """
     length = len(given[0])
     tokens = steps + 3 + 2 * len(given) * length // step_tokens
@@ -125,12 +125,12 @@ def time_decoding(one: Engine, given: Sequence[list[int]], steps: int, step_toke
             ended, after = now, sum(counts.values())
     done = (after - before) / len(given)
     if not ended or done < 1:
-        raise RuntimeError("no step was found in which all sequences decode")
+        raise RuntimeError("there was no step in which all sequences decode")
     return Decoding(len(given), done, ended - begun, length + before / len(given) + done / 2)
 
 
 def time_prefill(one: Engine, given: Sequence[list[int]]) -> list[float]:
-    """Seconds from each prompt to its first token, one after the other."""
+    """Time to first token of each prompt in seconds, one prompt at a time."""
     taken = []
     for i, prompt in enumerate(given):
         begun = time.perf_counter()

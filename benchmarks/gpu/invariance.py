@@ -1,4 +1,5 @@
-"""Whole models: against float32, CUDA graphs against eager, and contract 2 (the same request gives the same bits)."""
+"""Checks of whole models: error relative to float32, CUDA graphs against eager mode, and contract 2 (a request gets the
+same bits whatever else the engine computes)."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from engines import Answer, answers, engine, prompts, request, time_decoding
 from shapes import Model, Scale
 
 MAX_LAYERS = 6
-"""Layers of models that are compared with float32, which are written to disk first."""
+"""Number of layers of the models that are compared with float32, as their weights are written to disk."""
 CAPTURED = (1, 2, 3, 8, 33, 64, 256)
-"""Sizes of CUDA graphs, of which some are filled up."""
+"""Sizes of CUDA graphs; other batch sizes are padded to these."""
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"logprobs": 3},
     "sampled": {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 7, "logprobs": 3},
@@ -24,7 +25,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 
 def models(scale: Scale, model_name: str) -> dict[str, Any]:
-    """Logits after each token of a prompt, against the definition in float32 with the same rounded weights."""
+    """Compare the logits after each token of a prompt with the float32 reference, with the same rounded weights."""
     model, found = next(each for each in scale.models if each.name == model_name), {}
     short = replace(model, layers=min(model.layers, MAX_LAYERS))
     with TemporaryDirectory() as folder:
@@ -37,7 +38,7 @@ def models(scale: Scale, model_name: str) -> dict[str, Any]:
 
 
 def save_weights(model: Model, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
-    """Write a checkpoint of random weights."""
+    """Write a checkpoint with random weights."""
     from safetensors.torch import save_file
 
     model.save(folder)
@@ -79,8 +80,8 @@ def _against_float32(model: Model, scale: Scale, format: str, folder: Path) -> d
 
     def logits(**options: Any) -> torch.Tensor:
         with engine(model, scale, format, **fixed | options) as one:
-            (told,) = answers(one, [request("a", given, 1, return_context_logits=True)]).values()
-        return torch.frombuffer(bytearray(told.context_logits), dtype=torch.float32).view(len(given), model.vocab)
+            (answer,) = answers(one, [request("a", given, 1, return_context_logits=True)]).values()
+        return torch.frombuffer(bytearray(answer.context_logits), dtype=torch.float32).view(len(given), model.vocab)
 
     exact = logits(ops="reference", dtype="float32")
     pytorch, ours = logits(ops="reference"), logits()
@@ -98,9 +99,9 @@ def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def graphs(scale: Scale) -> dict[str, Any]:
-    """CUDA graphs against launches from the host: the same bits, and what a decode step takes."""
+    """Check that CUDA graphs and eager mode give the same bits, and time a decode step of both."""
     model, found = scale.models[0], dict[str, Any]()
-    told = dict[str, list[Answer]]()
+    outputs = dict[str, list[Answer]]()
     for name, eager in (("graphs", False), ("eager", True)):
         fixed = {"max_num_batched_tokens": scale.chunks[0], "num_gpu_blocks_override": scale.compared_blocks}
         with engine(model, scale, enforce_eager=eager, **fixed | scale.options) as one:
@@ -109,15 +110,15 @@ def graphs(scale: Scale) -> dict[str, Any]:
                 for i, prompt in enumerate(prompts(model, 3, scale.probe))
                 for kind, sampling in SAMPLINGS.items()
             ]
-            told[name] = list(answers(one, together).values())
+            outputs[name] = list(answers(one, together).values())
             timed = time_decoding(one, prompts(model, 1, scale.context, 5), scale.steps, scale.chunks[0])
             found[f"milliseconds of a step, {name}"] = timed.step * 1e3
-    return found | {"right": told["graphs"] == told["eager"]}
+    return found | {"right": outputs["graphs"] == outputs["eager"]}
 
 
 def contract(scale: Scale, model_name: str, format: str) -> dict[str, Any]:
-    """A request's tokens and logprobs, bit by bit: alone, among others, in chunks, from the prefix cache, at depth 1
-    and 2."""
+    """Check that a request's tokens and logprobs are identical alone, in a batch, in chunks, with the prefix cache, and
+    with one or two steps in flight."""
     model = next(each for each in scale.compared if each.name == model_name)
     rows: list[dict[str, Any]] = []
     expected: dict[str, Answer] = {}
@@ -143,7 +144,7 @@ def _settings(scale: Scale, format: str) -> Iterator[dict[str, Any]]:
 def _compare(
     model: Model, scale: Scale, format: str, settings: dict[str, Any], expected: dict[str, Answer]
 ) -> list[dict[str, Any]]:
-    """Compare answers of one engine with what was told first, which is kept in ``expected``."""
+    """Compare outputs of one engine with the first outputs, which are stored in ``expected``."""
     probe = prompts(model, 1, scale.probe, 3)[0]
     others = [n for n in scale.others if n < settings.get("max_num_seqs", 256) - 1]
     rounds = [(0, False), (0, True), *((n, False) for n in others), *((n, True) for n in others[-1:])]
@@ -151,16 +152,16 @@ def _compare(
     fixed = {"cudagraph_capture_sizes": CAPTURED, "num_gpu_blocks_override": scale.compared_blocks} | scale.options
     with engine(model, scale, format, **fixed | settings) as one:
         for number, (count, is_warm) in enumerate(rounds):
-            salt = "" if is_warm or not number else str(number)  # the first one fills the cache
-            beside = [
+            salt = "" if is_warm or not number else str(number)  # the first round fills the cache
+            other_requests = [
                 request(f"o{i}", prompts(model, 1, length, i)[0], 1 + i % scale.probe_output, temperature=0.7, seed=i)
                 for i, length in enumerate(1 + i * 37 % scale.other_tokens for i in range(count))
             ]
-            mine = [request(kind, probe, scale.probe_output, salt, **sampling) for kind, sampling in SAMPLINGS.items()]
-            middle = len(beside) // 2
-            told = answers(one, [*beside[:middle], *mine, *beside[middle:]])
+            probes = [request(kind, probe, scale.probe_output, salt, **options) for kind, options in SAMPLINGS.items()]
+            middle = len(other_requests) // 2
+            outputs = answers(one, [*other_requests[:middle], *probes, *other_requests[middle:]])
             for kind in SAMPLINGS:
-                answer, first = told[kind], expected.setdefault(kind, told[kind])
+                answer, first = outputs[kind], expected.setdefault(kind, outputs[kind])
                 row = {"model": model.name, "format": format, **settings, "others": count, "sampling": kind}
                 row |= {"cached tokens": answer.cached_tokens, "cached": is_warm}
                 same = (answer.token_ids, answer.logprobs) == (first.token_ids, first.logprobs)

@@ -1,4 +1,4 @@
-"""Every op of the CUDA backend against the definition, computed in float32 on the same device."""
+"""Checks of every op of the CUDA backend against the reference, computed in float32 on the same device."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from penstock.ops import AttentionMetadata, AttentionOptions, KVSpec, QKNorms, R
 from penstock.ops.quantized_weight import QuantizedWeight
 
 TOLERANCE = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3, torch.float32: 2e-5}
-"""Root mean square of errors over that of the result: about one and a half roundings to the dtype."""
+"""Allowed relative errors (root mean square of the errors over that of the result) by dtype: about one and a half
+roundings."""
 SUMS = {"": 2e-5, "integers": 2e-3, "fp8": 2e-2}
-"""Likewise of products in float32: rounding an activation to 8 bits may go to the other side, and tensor cores keep
-fewer bits of sums of fp8."""
+"""Allowed relative errors of matrix products with float32 results by weight format: activations near the middle of two
+8-bit values may be rounded differently, and tensor cores accumulate fp8 products with fewer bits."""
 MXFP4 = Format(4, 32, floating=True)
 Check = tuple[str, Callable[[], tuple[float, float]]]
-"""What is checked, and a function that returns an error and what is allowed."""
+"""Name of a check, and a function that returns the error and the allowed error."""
 
 
 def run(scale: Scale, portion: str = "0/1") -> dict[str, Any]:
-    """Every n-th check, from the i-th on, where ``portion`` is ``i/n``."""
+    """Run every n-th check from the i-th on, where ``portion`` is ``i/n``."""
     first, portions = map(int, portion.split("/"))
     device = torch.device(scale.device)
     ops = backend(device, scale.ops)
@@ -41,16 +42,16 @@ def run(scale: Scale, portion: str = "0/1") -> dict[str, Any]:
                 torch.cuda.synchronize(device)
             rows.append({"op": name, "error": error, "allowed": allowed, "right": bool(error <= allowed)})
         except Exception as failure:
-            said = "".join(traceback.format_exception_only(failure)).strip()
-            rows.append({"op": name, "right": False, "failure": said[-1500:]})
+            message = "".join(traceback.format_exception_only(failure)).strip()
+            rows.append({"op": name, "right": False, "failure": message[-1500:]})
             if is_lost(device):
-                break  # nothing more can be computed in this process
+                break  # this process can run no more kernels
     wrong = [row["op"] for row in rows if not row["right"]]
     return {"checks": rows, "count": len(rows), "wrong": wrong}
 
 
 def is_lost(device: torch.device) -> bool:
-    """Whether a kernel has failed so that the GPU computes nothing more for this process."""
+    """True if a kernel failure has made the GPU unusable for this process."""
     try:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -60,7 +61,7 @@ def is_lost(device: torch.device) -> bool:
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
-    """Root mean square of the errors over that of what is expected; infinite where anything is not finite."""
+    """Root mean square of the errors over that of the expected values; infinite if a value is not finite."""
     if found.shape != expected.shape or not found.isfinite().all():
         return float("inf")
     difference, size = found.double() - expected.double(), expected.double().square().mean().sqrt()
@@ -68,7 +69,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 class Draw:
-    """Random tensors on a device."""
+    """Draws random tensors on a device."""
 
     def __init__(self, device: torch.device, seed: int = 0) -> None:
         self._device = device
@@ -90,7 +91,7 @@ def checks(ops: Any, device: torch.device, scale: Scale, dtypes: list[torch.dtyp
     formats.append(("fp8 blocks", Format(8, 128, 8, floating=True, rows_per_scale=128)))
     for dtype, (inputs, outputs), (name, format) in product(dtypes, matrices, formats):
         if small and dtype == torch.float32:
-            continue  # whose sums are not exact in the interpreter
+            continue  # float32 sums are not exact in the interpreter
         for gated in (False, True) if outputs % 2 == 0 else (False,):
             label = f"{'linear_activation_and_mul' if gated else 'linear'} {name} {dtype} {inputs} x {outputs}"
             yield label, partial(products, ops, draw, tokens, inputs, outputs, dtype, format, gated)
@@ -131,7 +132,7 @@ def products(
     format: Format,
     gated: bool,
 ) -> tuple[float, float]:
-    """For several numbers of tokens; each row has the same bits in any of them."""
+    """Matrix products for several numbers of tokens; each row must have the same bits in all of them."""
     weight = draw.normal(outputs, inputs, dtype=dtype, scale=inputs**-0.5)
     bias = draw.normal(outputs, dtype=dtype)
     packed, plain = ops.pack([weight], bias, format), reference.pack([weight.float()], bias.float(), format)
@@ -141,7 +142,7 @@ def products(
     whole = call(x, packed)
     for count in tokens:
         if not torch.equal(call(x[:count].clone(), packed), whole[:count]):
-            raise AssertionError(f"a row has other bits among {count} tokens than among {max(tokens)}")
+            raise AssertionError(f"a row has different bits in a batch of {count} tokens than in one of {max(tokens)}")
     allowed = SUMS["fp8" if format.floating else "integers" if format.bits else ""]
     return relative(whole, define(x.float(), plain)), max(allowed, TOLERANCE[dtype]) if gated else allowed
 
@@ -187,8 +188,8 @@ def attention(
     dim: int,
     small: bool,
 ) -> tuple[float, float]:
-    """``rope_and_store`` and ``attention`` of a batch of decodes, chunks and a prompt, over scattered blocks; and the
-    same bits of each sequence alone."""
+    """``rope_and_store`` and ``attention`` of a batch of decodes, chunks and a prompt, over scattered blocks; each
+    sequence must have the same bits alone."""
     size = 16 if small else 64
     batch = (
         [(1, 3), (1, 40), (9, 30), (20, 20)]
@@ -234,13 +235,13 @@ def attention(
     for i, own_queries in enumerate(queries):
         alone = ops.attention(own_queries.contiguous(), cache, metadata(slice(i, i + 1)), options)
         if not torch.equal(alone, found[at : at + counts[i]]):
-            raise AssertionError(f"sequence {i} has other bits alone")
+            raise AssertionError(f"sequence {i} has different bits alone")
         at += counts[i]
     return relative(found, expected), {"": TOLERANCE[dtype], "int8": 0.02, "fp8": 0.08}[quantization]
 
 
 def experts(ops: Any, draw: Draw, tokens: int, dtype: torch.dtype, format: Format, small: bool) -> tuple[float, float]:
-    """The router and both products of a layer of experts; and the same bits of the first and last token alone."""
+    """Router and both matrix products of an MoE layer; the first and last token must have the same bits alone."""
     count, hidden, size = (4, 64, 96) if small else (32, 1024, 768)
     routing = Routing(2 if small else 8, renormalize=True)
 
@@ -262,7 +263,7 @@ def experts(ops: Any, draw: Draw, tokens: int, dtype: torch.dtype, format: Forma
     ids, weights = ops.select_experts(logits, routing)
     expected_ids, expected_weights = reference.select_experts(logits, routing)
     if not torch.equal(ids, expected_ids) or relative(weights, expected_weights) > 1e-5:
-        raise AssertionError("other experts were selected")
+        raise AssertionError("different experts were selected")
 
     def layer(rows: slice) -> Tensor:
         gated = ops.experts_activation_and_mul(x[rows].clone(), gate_up[0], ids[rows], "silu")
@@ -271,7 +272,7 @@ def experts(ops: Any, draw: Draw, tokens: int, dtype: torch.dtype, format: Forma
     whole = layer(slice(None))
     for row in {0, tokens - 1}:
         if not torch.equal(layer(slice(row, row + 1))[0], whole[row]):
-            raise AssertionError(f"token {row} has other bits alone than among {tokens}")
+            raise AssertionError(f"token {row} has different bits alone than in a batch of {tokens}")
     wide = reference.experts_activation_and_mul(x.float(), gate_up[1], ids, "silu")
     expected = reference.combine_experts(reference.experts_linear(wide, down[1], ids), weights)
     allowed = SUMS["fp8" if format.floating and format.bits == 8 else "integers" if format.bits else ""]
@@ -281,8 +282,8 @@ def experts(ops: Any, draw: Draw, tokens: int, dtype: torch.dtype, format: Forma
 def latent_attention(
     ops: Any, draw: Draw, device: torch.device, dtype: torch.dtype, quantization: str, heads: int, small: bool
 ) -> tuple[float, float]:
-    """``latent_rope_and_store`` and ``latent_attention`` of decodes, chunks and a prompt; and the same bits of each
-    sequence alone."""
+    """``latent_rope_and_store`` and ``latent_attention`` of decodes, chunks and a prompt; each sequence must have the
+    same bits alone."""
     size, latent, rope = (16, 48, 16) if small else (64, 512, 64)
     batch = [(1, 3), (1, 40), (9, 30)] if small else [(1, 1), (1, 64), (1, 1025), (1, 5000), (100, 900), (300, 300)]
     spec = KVSpec(1, latent + rope, str(dtype).removeprefix("torch."), size, quantization, latent=latent)
@@ -321,7 +322,7 @@ def latent_attention(
     for i, own_queries in enumerate(queries):
         alone = ops.latent_attention(own_queries, cache, metadata(slice(i, i + 1)), scale, latent)
         if not torch.equal(alone, found[at : at + counts[i]]):
-            raise AssertionError(f"sequence {i} has other bits alone")
+            raise AssertionError(f"sequence {i} has different bits alone")
         at += counts[i]
     return relative(found, expected), {"": TOLERANCE[dtype], "int8": 0.02, "fp8": 0.08}[quantization]
 
@@ -343,7 +344,7 @@ def lora(ops: Any, draw: Draw, device: torch.device, dtype: torch.dtype, small: 
 
 
 def sampling(ops: Any, draw: Draw, device: torch.device, vocab: int, rows: int) -> tuple[float, float]:
-    """Share of rows in which another token is chosen than by the reference, which rounding may decide."""
+    """Share of rows in which a different token is sampled than by the reference, due to rounding."""
     logits = draw.normal(rows, vocab, scale=3.0)
     bitmask = draw.integers(-(2**31), 2**31, rows, -(-vocab // 32), dtype=torch.int32)
     expected = reference.apply_bitmask(logits.clone(), bitmask)

@@ -1,4 +1,4 @@
-"""Results as Markdown and as a picture."""
+"""Report of the results as Markdown and as a picture."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ KERNELS = "kernels: launches, µs each, share of time"
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """All parts; those that failed first."""
+    """Report of all parts, with failures first."""
     lines = ["# Penstock on a GPU", ""]
-    facts = results.get("facts", {})
-    if "facts" in facts:
-        told = {**facts["facts"], **{f"measured {k}": f"{v / 1e12:.2f} T/s" for k, v in facts["limits"].items()}}
-        lines += [", ".join(f"{name}: {value}" for name, value in told.items()), ""]
+    device = results.get("device", {})
+    if "properties" in device:
+        limits = {f"measured {k}": f"{v / 1e12:.2f} T/s" for k, v in device["limits"].items()}
+        lines += [", ".join(f"{name}: {value}" for name, value in (device["properties"] | limits).items()), ""]
     failed = {name: part["failure"] for name, part in results.items() if isinstance(part, dict) and "failure" in part}
     for name, failure in failed.items():
         lines += [f"**{name} failed**: {failure.strip().splitlines()[-1]}", ""]
@@ -25,9 +25,9 @@ def markdown(results: dict[str, Any]) -> str:
             lines += [f"**{name}**: {count - len(wrong)} of {count} checks right.", ""]
             lines += [f"- wrong: {each}" for each in wrong] + [""] * bool(wrong)
     for name in ("models", "graphs"):
-        told = [item for part in parts_of(results, name) if "failure" not in part for item in part.items()]
-        if told := [f"- {key}: {value}" for key, value in told if key != "seconds"]:
-            lines += [f"**{name}**:", "", *told, ""]
+        items = [item for part in parts_of(results, name) if "failure" not in part for item in part.items()]
+        if listed := [f"- {key}: {value}" for key, value in items if key != "seconds"]:
+            lines += [f"**{name}**:", "", *listed, ""]
     rows, others = roofline_rows(results), counterpart_rows(results)
     if rows:
         lines += table(
@@ -72,7 +72,7 @@ def markdown(results: dict[str, Any]) -> str:
             ratio = f"{mine / row['tokens/s']:.2f}" if mine else ""
             figures = number(row["milliseconds"]), number(row["tokens/s"]), ratio
             listed.append((row["system"], row["model"], row["work"], *figures))
-        lines += table(("beside (bf16)", "model", "work", "ms", "tokens/s", "Penstock is faster by"), listed)
+        lines += table(("system (bf16)", "model", "work", "ms", "tokens/s", "Penstock is faster by"), listed)
     if "rows" in (tuned := results.get("tuning", {})):
         listed = []
         for row in tuned["rows"]:
@@ -83,7 +83,7 @@ def markdown(results: dict[str, Any]) -> str:
                 )
         lines += table(("format", "matrix", "tokens", "chosen, µs", "fastest, µs", "tile"), listed)
         bits = [f"{row['format']} {row['matrix']} {row['tokens']}" for row in tuned["rows"] if "other bits" in row]
-        lines += [f"Products of which some tile gives other bits: {', '.join(bits) or 'none'}", ""]
+        lines += [f"Matrix products for which some tile gives different bits: {', '.join(bits) or 'none'}", ""]
     kernels = [row for row in rows if row.get(KERNELS)]
     for row in kernels:
         lines += [f"Kernels of {row['model']}, {row['format']}, {row['work']}, profiled:", ""]
@@ -97,7 +97,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def parts_of(results: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """What the processes of a part have found."""
+    """Results of the processes of a part."""
     return [part for key, part in results.items() if key.split()[0] == name and isinstance(part, dict)]
 
 
@@ -125,7 +125,8 @@ def percent(value: Any) -> str:
 
 
 def draw(path: Path, results: dict[str, Any]) -> bool:
-    """A panel a model: how near each work is to the roofline. False where matplotlib or figures are missing."""
+    """Draw the share of the roofline of each work, one panel per model. Returns False if matplotlib or results are
+    missing."""
     rows = [row for row in roofline_rows(results) if "work" in row]
     try:
         import matplotlib

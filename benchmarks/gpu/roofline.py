@@ -1,4 +1,4 @@
-"""Decode and prefill beside what the device's memory and arithmetic allow, which ``facts`` has measured."""
+"""Decode and prefill compared with the roofline of the limits measured by ``device``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from report import KERNELS
 from shapes import Model, Scale
 
 KINDS = {"bf16": "bf16", "fp8": "fp8", "int8": "int8", "int4": "bf16"}
-"""Products that a format's are made of."""
+"""Kind of matrix products, as in the limits, by format."""
 
 
 def run(scale: Scale, limits: dict[str, float], model_name: str, format: str) -> dict[str, Any]:
-    """A model in a format."""
+    """Measure a model in a format."""
     model = next(each for each in (*scale.models, *scale.measured) if each.name == model_name)
     batches = [batch for batch in scale.batches if batch in model.batches or scale.interpret]
     longest = max(*scale.prompts, scale.context + 4 * scale.steps + 2 * max(batches) * scale.context // 8192)
@@ -33,7 +33,7 @@ def run(scale: Scale, limits: dict[str, float], model_name: str, format: str) ->
     begun = time.perf_counter()
     with engine(model, scale, format, **options) as one:
         start = time.perf_counter() - begun
-        time_prefill(one, prompts(model, 1, scale.prompts[0], 9))  # compiles what it needs
+        time_prefill(one, prompts(model, 1, scale.prompts[0], 9))  # compiles kernels
         for length in scale.prompts:
             taken = time_prefill(one, prompts(model, 1 if scale.interpret else 4, length))
             rows.append(prefill(model, limits, format, length, min(taken[1:] or taken)))
@@ -66,7 +66,7 @@ def decode(model: Model, limits: dict[str, float], format: str, timed: Decoding)
 def share(
     limits: dict[str, float], format: str, flops: float, moved: float, seconds: float, rate: float
 ) -> dict[str, Any]:
-    """Shares of what was measured of memory and of products; the larger one is how near the roofline it is."""
+    """Shares of the measured limits of memory and matrix products; the larger one is the share of the roofline."""
     of_memory = moved / limits["copy"] / seconds
     found = {
         "milliseconds": seconds * 1e3,
@@ -82,8 +82,8 @@ def share(
 
 
 def profiled(decode: Callable[[], object]) -> dict[str, Any]:
-    """Of the second half of what it launches, which are decode steps: the share of time in which the GPU computes
-    nothing, and the kernels that take most of it. The profiler itself costs time."""
+    """Profile the second half of the launched kernels, which are decode steps: the share of time in which the GPU is
+    idle, and the kernels that take the most time. The profiler adds overhead."""
     from torch.profiler import ProfilerActivity, profile
 
     try:

@@ -1,4 +1,4 @@
-"""Models of the benchmark by their shapes alone, and what their steps read and compute."""
+"""Shapes of the benchmark's models, and the bytes and operations of their steps."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ ARCHITECTURES = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
 }
 FORMATS = {"bf16": "none", "fp8": "fp8", "int8": "w8a8", "int4": "wint4"}
-"""Values of the option ``quantization`` by what tables call them."""
+"""Values of the option ``quantization`` by name in the tables."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A decoder. Weights are random (``load_format="dummy"``), since no figure depends on them."""
+    """Shape of a decoder. Weights are random (``load_format="dummy"``), since no result depends on them."""
 
     name: str
     kind: str
@@ -33,15 +33,15 @@ class Model:
     tied: bool
     theta: float
     experts: int = 0
-    """Of a layer; ``inter`` is of one. 0: a dense model."""
+    """Number of experts per layer; ``inter`` is the size of one expert. 0: a dense model."""
     top_k: int = 0
     batches: tuple[int, ...] = (1, 8, 64, 256)
-    """Sequences that decode together where it is timed, as many as its KV cache has room for."""
+    """Batch sizes of timed decoding, limited by the KV cache."""
     other: dict[str, Any] = field(default_factory=dict, hash=False)
-    """More of its ``config.json``."""
+    """Additional entries of ``config.json``."""
 
     def config(self) -> dict[str, Any]:
-        """Its ``config.json``."""
+        """Content of ``config.json``."""
         return (
             {
                 "architectures": [ARCHITECTURES[self.kind]],
@@ -81,14 +81,14 @@ class Model:
         }
 
     def save(self, folder: Path) -> Path:
-        """Write its ``config.json`` to a folder, which is returned."""
+        """Write ``config.json`` to a folder; returns the folder."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.config()))
         return folder
 
     @property
     def attention_weights(self) -> int:
-        """Weights of a layer's attention."""
+        """Number of weights of a layer's attention."""
         return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
 
     @property
@@ -96,12 +96,12 @@ class Model:
         return self.vocab * self.hidden
 
     def weight_bytes(self, format: str, tokens: int) -> float:
-        """Bytes of the matrices that a step of so many tokens reads, scales included; of experts, those that the
-        tokens choose where all are equally likely."""
+        """Bytes of weights and scales read by a step with ``tokens`` tokens. For experts: the expected number of active
+        ones if all are equally likely."""
         from penstock.core.quantization import SCHEMES
 
         def each(format: Any) -> float:
-            """Bytes of a weight; a scale an output is nothing beside its inputs."""
+            """Bytes per weight; per-output scales are negligible."""
             scale = 4 / format.group_size if format.group_size and format.rows_per_scale == 1 else 0
             return format.bits / 8 + scale if format.bits else 2
 
@@ -113,16 +113,16 @@ class Model:
         return layers * each(scheme.layers) + self.head_weights * each(scheme.head)
 
     def kv_bytes(self, tokens: int) -> int:
-        """Bytes of keys and values of tokens, in 16 bits."""
+        """Bytes of 16-bit keys and values of ``tokens`` tokens."""
         return 2 * 2 * tokens * self.layers * self.kv_heads * self.head_dim
 
     def flops(self, tokens: int, contexts: int, sampled: int) -> float:
         """Floating-point operations of a step.
 
         Args:
-            tokens: computed.
-            contexts: sum over these tokens of how many each attends to.
-            sampled: tokens that logits are computed of.
+            tokens: number of computed tokens.
+            contexts: sum over these tokens of the number of tokens that each attends to.
+            sampled: number of tokens whose logits are computed.
         """
         mlp = 3 * self.hidden * self.inter * max(self.top_k, 1) + self.hidden * self.experts
         products = 2 * tokens * self.layers * (self.attention_weights + mlp) + 2 * sampled * self.head_weights
@@ -151,48 +151,48 @@ LATENT = {
     "moe_layer_freq": 1,
 }
 DEEPSEEK = Model("DeepSeek-V2-Lite", "deepseek_v2", 2048, 10944, 27, 16, 16, 64, 102400, False, 1e4, other=LATENT)
-"""Whose attention is latent. Only its bits are compared: what its steps read is not counted here."""
+"""Model with latent attention. Only used to compare bits, since its bytes and operations are not modeled here."""
 TINY = Model("tiny", "qwen3", 64, 96, 1, 4, 2, 16, 301, False, 1e4)
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How large everything is: on a GPU, or in Triton's interpreter."""
+    """Sizes of the benchmark, on a GPU or in Triton's interpreter."""
 
     interpret: bool = False
     models: tuple[Model, ...] = (QWEN3, LLAMA)
-    """That are measured, and compared with float32."""
+    """Models that are measured, and compared with float32."""
     compared: tuple[Model, ...] = (
         QWEN3,
         replace(LLAMA, layers=8),
         replace(QWEN3_MOE, layers=6),
         replace(DEEPSEEK, layers=6),
     )
-    """Whose bits are compared in different company; the first one in all formats."""
+    """Models whose bits are compared in different batches; the first one in all formats."""
     measured: tuple[Model, ...] = (QWEN3_MOE,)
-    """That are measured, too."""
+    """Models that are only measured."""
     dtype: str = "bfloat16"
-    """Of the computation. The interpreter multiplies bfloat16 wrongly."""
+    """Dtype of the computation. The interpreter multiplies bfloat16 incorrectly."""
     formats: tuple[str, ...] = ("bf16", "fp8", "int8", "int4")
     batches: tuple[int, ...] = (1, 8, 64, 256)
     context: int = 1024
     steps: int = 32
-    """Decode steps that are timed, at least."""
+    """Smallest number of timed decode steps."""
     prompts: tuple[int, ...] = (2048, 8192)
     probe: int = 230
-    """Prompt of the sequence whose bits are compared; with its output it crosses 256 tokens."""
+    """Prompt length of the compared sequences; with their outputs they exceed 256 tokens."""
     probe_output: int = 60
     others: tuple[int, ...] = (1, 6, 30, 62, 254)
-    """Sequences beside it and its twin, which is sampled otherwise."""
+    """Numbers of other sequences in the batch, besides the compared ones (one per kind of sampling)."""
     other_tokens: int = 300
     chunks: tuple[int, ...] = (8192, 160)
-    """Tokens of a step, of the engines that compute it."""
+    """``max_num_batched_tokens`` of the compared engines."""
     compared_blocks: int = 1024
-    """KV blocks of the engines whose answers are compared, since several share a GPU; the most sequences need more, and
-    some are preempted."""
+    """KV blocks of the compared engines, several of which share a GPU. The largest batches need more, so that some
+    sequences are preempted."""
     ops: str = "cuda"
     options: dict[str, Any] = field(default_factory=dict)
-    """Of all engines."""
+    """Options of all engines."""
 
     @property
     def device(self) -> str:

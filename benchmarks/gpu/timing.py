@@ -1,4 +1,4 @@
-"""Time of work on a device."""
+"""Timing of GPU work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def seconds(run: Callable[[], object], device: torch.device, repeat: int = 20, warm: int = 3) -> float:
-    """Median time of a call, between two events of the GPU that surround it."""
+    """Median time of a call in seconds, measured with CUDA events."""
     if device.type == "cpu":
         begun = time.perf_counter()
         run()
@@ -29,7 +29,7 @@ def seconds(run: Callable[[], object], device: torch.device, repeat: int = 20, w
 
 
 def seconds_of_many(run: Callable[[], object], device: torch.device, count: int) -> float:
-    """Time of a call within ``count`` that follow each other without waiting."""
+    """Time per call in seconds of ``count`` calls without synchronization in between."""
     if device.type == "cpu":
         return seconds(run, device)
 

@@ -1,4 +1,4 @@
-"""Tries tiles of products that the table does not choose, and says where one is faster."""
+"""Times tiles of matrix products other than those in the table, and reports faster ones."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ TOKENS = (1, 8, 64, 256, 2048)
 
 
 def run(scale: Scale, seconds: float = 240.0) -> dict[str, Any]:
-    """For each product of the largest model and each number of tokens: the time of the chosen tile, and of the fastest
-    other. Ends after ``seconds``."""
+    """For each matrix product of the last model and each number of tokens, time the chosen tile and the fastest other
+    one. Ends after ``seconds``."""
     device, model = torch.device(scale.device), scale.models[-1]
     dtype = getattr(torch, scale.dtype)
     shapes = {
@@ -72,7 +72,7 @@ def run(scale: Scale, seconds: float = 240.0) -> dict[str, Any]:
 
 
 def _others(chosen: tiles.Tile, sizes: tuple[tiles.Size, ...]) -> list[tiles.Tile]:
-    """Tiles with other sizes and the chosen one's depth, and with its sizes and other depths."""
+    """Tiles with other sizes and the same number of stages, and with the same sizes and other numbers of stages."""
     found = [
         tiles.Tile(size.bn, size.bt, size.bk, rows, size.bn // 16, stages)
         for size in sizes

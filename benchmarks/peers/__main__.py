@@ -1,16 +1,17 @@
-"""Penstock and the systems a user would pick instead, on the same checkpoint, in turns, beside the machine's limits.
+"""Speed of Penstock and its peers (OpenVINO, vLLM, llama.cpp) on the same checkpoint, alternating, compared with the
+machine's limits.
 
 python benchmarks/peers CHECKPOINT --openvino PYTHON --vllm PYTHON --llama-cpp FOLDER
 
-Each peer is optional and lives in an environment of its own: give the ``python`` that has ``openvino-genai`` and
-``optimum-intel``, the one that has ``vllm``, the folder of llama.cpp's source with its programs built in ``build/bin``.
-Checkpoints are converted once, into ``--work``; llama.cpp's GGUF files of 8 and 4 bits are computed by Penstock, too.
-All generate greedily, ignore the end of text and share no prefixes.
+Every peer is optional and has a separate environment: give the ``python`` with ``openvino-genai`` and
+``optimum-intel``, the one with ``vllm``, and the source folder of llama.cpp with programs built in ``build/bin``.
+Checkpoints are converted once, into ``--work``. Penstock is also measured with llama.cpp's 8-bit and 4-bit GGUF files.
+All systems decode greedily, ignore EOS and have no prefix cache.
 
-``--isa`` holds every system to an instruction set: Penstock by ``PENSTOCK_ISA``, OpenVINO by
-``ONEDNN_MAX_CPU_ISA`` and a small library that says no where it asks the processor itself (which takes a C++ compiler).
-llama.cpp computes with what it was compiled for, so its folder must hold a build for that set; others are refused. For
-avx2: ``-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON``. vLLM cannot be held to one.
+``--isa`` limits every system to an instruction set: Penstock with ``PENSTOCK_ISA``, OpenVINO with
+``ONEDNN_MAX_CPU_ISA`` and a small library that overrides its CPU detection (this needs a C++ compiler). llama.cpp is
+limited at compile time, so its folder must contain a build for that set; other builds are rejected. For avx2:
+``-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON``. vLLM cannot be limited.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from drawing import OURS, WITH_PEERS_FILE, draw
-from isa import ONEDNN, check_llama_cpp, hold_openvino
+from isa import ONEDNN, check_llama_cpp, limit_openvino
 from systems import (
     NAMES,
     WORKS,
@@ -49,7 +50,7 @@ OPENVINO_WEIGHTS = {
     "int8": ["int8"],
     "int4": ["int4", "--sym", "--group-size", "128", "--ratio", "1.0"],
 }
-"""Arguments after ``--weight-format``, by format."""
+"""Arguments after ``--weight-format`` by format."""
 
 
 def main() -> None:
@@ -61,16 +62,14 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("build/peers"), help="converted checkpoints (build/peers)")
     parser.add_argument("--format", nargs="+", choices=["bf16", "int8", "int4"], default=["bf16", "int8", "int4"])
     parser.add_argument("--works", nargs="+", choices=NAMES, default=list(NAMES), help="(default: all)")
-    parser.add_argument("--isa", choices=ONEDNN, help="the instruction set that all are held to")
-    parser.add_argument("--threads", type=int, default=2, help="(default: 2)")
-    parser.add_argument(
-        "--rounds", type=int, default=2, help="turns each system takes, thrice as many in short works (default: 2)"
-    )
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--picture", type=Path, help="draw them here (.png or .svg)")
+    parser.add_argument("--isa", choices=ONEDNN, help="limit all systems to this instruction set")
+    parser.add_argument("--threads", type=int, default=2, help="number of threads (default: 2)")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds; short works run three times each (default: 2)")
+    parser.add_argument("--json", type=Path, help="write results to this file")
+    parser.add_argument("--picture", type=Path, help="draw results to this file (.png or .svg)")
     args = parser.parse_args()
     if args.isa and args.vllm:
-        parser.error("vLLM cannot be held to an instruction set: leave out --vllm or --isa")
+        parser.error("vLLM cannot be limited to an instruction set: leave out --vllm or --isa")
     if args.isa and args.llama_cpp and (problem := check_llama_cpp(args.llama_cpp, args.isa)):
         parser.error(problem)
 
@@ -85,42 +84,42 @@ def main() -> None:
                 limits.append(measure_limits(args.threads, args.isa))
                 for work in tqdm(works, desc=f"{format}, round {turn + 1}", unit="work"):
                     for name, system in list(started.items()) * turns_of(work):
-                        own = seconds.setdefault(f"{name} {format}", {each: [] for each in works})
-                        own[work].append(system.seconds(work))
-                keep(args.json, args.isa, limits, seconds)
+                        measured = seconds.setdefault(f"{name} {format}", {each: [] for each in works})
+                        measured[work].append(system.seconds(work))
+                save(args.json, args.isa, limits, seconds)
     best = {name: max(one[name] for one in limits) for name in limits[0]}
     rates = {name: {work: rate(work, taken) for work, taken in own.items()} for name, own in seconds.items()}
     if args.picture:
         draw(args.picture, {name: {WORKS[w]: r for w, r in own.items()} for name, own in rates.items()}, args.format)
-    held = f", held to {args.isa}" if args.isa else ""
-    print(f"{machine()}{held}, {args.threads} threads, {args.rounds} rounds\n")
+    isa = f", limited to {args.isa}" if args.isa else ""
+    print(f"{machine()}{isa}, {args.threads} threads, {args.rounds} rounds\n")
     print(table(rates, seconds, best, args.format))
 
 
-def keep(
+def save(
     path: Path | None, isa: str | None, limits: list[dict[str, float]], seconds: dict[str, dict[Work, list[float]]]
 ) -> None:
-    """Write the figures so far: a peer may fail after an hour."""
+    """Write the results so far, since a peer may fail after an hour."""
     if path:
-        kept = {name: {WORKS[w]: taken for w, taken in own.items()} for name, own in seconds.items()}
-        told = {"machine": machine(), "isa": isa, "limits": limits, "seconds": kept}
-        path.write_text(json.dumps(told, indent=1) + "\n")
+        by_name = {name: {WORKS[w]: taken for w, taken in own.items()} for name, own in seconds.items()}
+        results = {"machine": machine(), "isa": isa, "limits": limits, "seconds": by_name}
+        path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def found(args: argparse.Namespace) -> Iterator[System]:
-    """The systems to compare, with checkpoints converted where needed."""
-    own = penstock_environment(args.isa)
+    """Systems to compare; checkpoints are converted if needed."""
+    environment = penstock_environment(args.isa)
     ours = [sys.executable, str(HERE / "run_penstock.py"), str(args.checkpoint), str(args.threads)]
     for format, quantization in {"bf16": "none", "int8": "w8a8", "int4": "w4a8"}.items():
-        yield System(OURS, format, [*ours, quantization], own)
+        yield System(OURS, format, [*ours, quantization], environment)
     if args.openvino:
-        held = hold_openvino(args.isa, args.work)
+        limited = limit_openvino(args.isa, args.work)
         for format in ("bf16", "int8", "int4"):
             folder = args.work / f"openvino-{format}"
             weights = OPENVINO_WEIGHTS[format]
             convert(folder, lambda w=weights, to=folder: export_openvino(args.openvino, args.checkpoint, w, to))
             runner = [str(args.openvino), str(HERE / "run_openvino.py")]
-            yield System("OpenVINO", format, [*runner, str(folder), str(args.threads)], held)
+            yield System("OpenVINO", format, [*runner, str(folder), str(args.threads)], limited)
     if args.vllm:
         runner = [str(args.vllm), str(HERE / "run_vllm.py")]
         yield System("vLLM", "bf16", [*runner, str(args.checkpoint), str(args.threads)], {})
@@ -132,10 +131,11 @@ def found(args: argparse.Namespace) -> Iterator[System]:
             convert(file, lambda to=file, type=kind: quantize_llama_cpp(args.llama_cpp, whole, to, type))
             runner = [sys.executable, str(HERE / "run_llama_cpp.py")]
             yield System("llama.cpp", format, [*runner, str(args.llama_cpp), str(file), str(args.threads)], {})
-            if format != "bf16":  # activations in 8 bits, as llama.cpp has them
-                kept = "w8a8" if format == "int8" else "w4a8"
+            if format != "bf16":  # 8-bit activations, as in llama.cpp
+                quantization = "w8a8" if format == "int8" else "w4a8"
                 runner = [sys.executable, str(HERE / "run_penstock.py")]
-                yield System(WITH_PEERS_FILE, format, [*runner, str(file), str(args.threads), kept], own)
+                command = [*runner, str(file), str(args.threads), quantization]
+                yield System(WITH_PEERS_FILE, format, command, environment)
 
 
 def penstock_environment(isa: str | None) -> dict[str, str]:
@@ -143,13 +143,13 @@ def penstock_environment(isa: str | None) -> dict[str, str]:
 
 
 def measure_limits(threads: int, isa: str | None) -> dict[str, float]:
-    """The machine's limits, measured in a process of their own, as systems run."""
+    """Measure the machine's limits in a separate process, like the systems."""
     script = f"import json; from penstock.ops import cpu; cpu.set_threads({threads}); limits = cpu.measure_limits()"
     script += "; print(json.dumps(vars(limits)))"
     environment = os.environ | penstock_environment(isa)
     ran = subprocess.run([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, check=True)
-    told: dict[str, float] = json.loads(ran.stdout)
-    return told
+    result: dict[str, float] = json.loads(ran.stdout)
+    return result
 
 
 def table(
@@ -158,12 +158,10 @@ def table(
     limits: dict[str, float],
     formats: list[str],
 ) -> str:
-    """Rates of all systems, and the median of the rounds' ratios of Penstock to the fastest peer of that round.
-
-    Penstock with a peer's file is a column, and no peer.
-    """
+    """Rates of all systems, and the median of the rounds' ratios of Penstock to the fastest peer of the round. Penstock
+    with a peer's file is a column, but does not count as a peer."""
     lines = [
-        f"Limits: reads {limits['read'] / 1e9:.0f} GB/s; products and sums of bfloat16 "
+        f"Limits: memory reads {limits['read'] / 1e9:.0f} GB/s; multiply-adds of bfloat16 "
         f"{limits['bfloat16'] / 1e9:.0f} G/s, of 8-bit integers {limits['int8'] / 1e9:.0f} G/s.",
     ]
     for format in formats:

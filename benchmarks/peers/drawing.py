@@ -1,4 +1,4 @@
-"""The figures as a picture: a panel a format, bars beside each other."""
+"""Charts of the results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 OURS = "Penstock"
 WITH_PEERS_FILE = f"{OURS} (GGUF file)"
-"""Penstock with the file that llama.cpp reads: a column of tables, and no peer."""
+"""Penstock with llama.cpp's GGUF file."""
 COLOURS = {
     OURS: "#0b7285",
     WITH_PEERS_FILE: "#66a9b5",
@@ -16,11 +16,12 @@ COLOURS = {
 }
 
 FRONTIER_COLOURS = {OURS: "#0b7285", "OpenVINO": "#e8590c", "llama.cpp": "#495057", "ik_llama.cpp": "#862e9c"}
-"""Colours of the frontier's points by system."""
+"""Colors of the points of the frontier by system."""
 
 
 def draw(path: Path, rates: dict[str, dict[str, float]], formats: list[str]) -> None:
-    """Each work's bars are shares of Penstock's, since works differ by orders of magnitude."""
+    """Draw bars of the rates, one panel per format. The rates are relative to Penstock's, since works differ by orders
+    of magnitude."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -37,7 +38,7 @@ def draw(path: Path, rates: dict[str, dict[str, float]], formats: list[str]) -> 
             labels = [f"{found[work]:.0f}" if work in found else "" for work in works]
             panel.bar_label(bars, labels, fontsize=7, padding=1)
         panel.set_xticks(range(len(works)), works)
-        panel.set_title(f"{format}: tokens a second, Penstock = 1", loc="left", fontsize=10)
+        panel.set_title(f"{format}: tokens per second, Penstock = 1", loc="left", fontsize=10)
         panel.margins(y=0.15)
         panel.spines[["top", "right"]].set_visible(False)
         panel.legend(frameon=False, fontsize=8, ncols=len(own), loc="upper right", bbox_to_anchor=(1, 1.2))
@@ -46,10 +47,10 @@ def draw(path: Path, rates: dict[str, dict[str, float]], formats: list[str]) -> 
 
 
 def draw_frontier(path: Path, losses: dict[str, float], rates: dict[str, dict[str, float]]) -> None:
-    """Speed against perplexity, a panel for each work; to the upper left is better.
+    """Draw speed against perplexity, one panel per work; the upper left is better.
 
     Args:
-        losses: perplexity as a multiple of 16 bits, by ``system:format``.
+        losses: perplexity relative to 16 bits, by ``system:format``.
         rates: tokens per second by work and ``system:format``.
     """
     import matplotlib
@@ -71,7 +72,7 @@ def draw_frontier(path: Path, losses: dict[str, float], rates: dict[str, dict[st
                     name.split(":")[1], at, xytext=(3, 3), textcoords="offset points", fontsize=6, color=colour
                 )
         panel.set_title(f"{work}: tokens/s", loc="left", fontsize=10)
-        panel.set_xlabel("perplexity, multiple of 16 bits")
+        panel.set_xlabel("perplexity relative to 16 bits")
         panel.set_ylim(bottom=0)
         panel.spines[["top", "right"]].set_visible(False)
     panels[0][0].legend(frameon=False, fontsize=8)

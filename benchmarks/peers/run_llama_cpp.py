@@ -1,4 +1,4 @@
-"""python run_llama_cpp.py SOURCE MODEL.gguf THREADS"""
+"""Runner of llama.cpp: python run_llama_cpp.py SOURCE MODEL.gguf THREADS"""
 
 import os
 import re
@@ -20,15 +20,15 @@ def main() -> None:
         sizes = ["-npp", str(read), "-ntg", str(generated), "-npl", str(prompts)]
         fixed = ["-m", model, "-t", threads, "-tb", threads, "-c", "16384", "-b", "2048", "-ub", "512"]
         command = [str(programs / "llama-batched-bench"), *fixed, *sizes]
-        said = subprocess.run(command, capture_output=True, text=True, check=True)
-        rows = re.findall(r"^\| *\d.*\|$", said.stdout + said.stderr, re.MULTILINE)
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        rows = re.findall(r"^\| *\d.*\|$", done.stdout + done.stderr, re.MULTILINE)
         assert len(rows) == 1, "llama-batched-bench prints no table"
-        return float(rows[0].split("|")[9])  # "T s": of prompts and generation
+        return float(rows[0].split("|")[9])  # column "T s": total time of prompts and generation
 
     def perplexity(text: str, count: int) -> float:
         fixed = ["-m", model, "-t", threads, "-f", text, "-c", str(SIZE), "-b", str(SIZE), "--chunks", str(count)]
-        said = subprocess.run([str(programs / "llama-perplexity"), *fixed], capture_output=True, text=True, check=True)
-        found = re.search(r"Final estimate: PPL.* = ([\d.]+)", said.stdout + said.stderr)
+        done = subprocess.run([str(programs / "llama-perplexity"), *fixed], capture_output=True, text=True, check=True)
+        found = re.search(r"Final estimate: PPL.* = ([\d.]+)", done.stdout + done.stderr)
         assert found, "llama-perplexity prints no estimate"
         return float(found[1])
 

@@ -1,4 +1,4 @@
-"""python run_openvino.py EXPORTED THREADS"""
+"""Runner of OpenVINO: python run_openvino.py EXPORTED THREADS"""
 
 import sys
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def perplexity(folder: str, options: dict[str, int], text: str, count: int) -> float:
-    """Perplexity of the exported model, in the precision of the pipeline."""
+    """Perplexity of the exported model, in the pipeline's precision."""
     tokenizer = openvino_genai.Tokenizer(folder)
 
     def encode(text: str, special: bool) -> list[int]:

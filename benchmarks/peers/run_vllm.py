@@ -1,4 +1,4 @@
-"""python run_vllm.py CHECKPOINT THREADS"""
+"""Runner of vLLM: python run_vllm.py CHECKPOINT THREADS"""
 
 import os
 import sys

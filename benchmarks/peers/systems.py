@@ -1,4 +1,4 @@
-"""The systems that the benchmarks compare: each is a process that answers one question a line."""
+"""Systems that the benchmarks compare. Each is a process with a protocol of one JSON request and response per line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tempfile import TemporaryFile
 from typing import IO, Any
 
 Work = tuple[int, int, int]
-"""Prompts, tokens of each, tokens to generate for each."""
+"""Number of prompts, tokens per prompt, and tokens to generate per prompt."""
 WORKS: dict[Work, str] = {
     (1, 512, 1): "prefill 512",
     (1, 2048, 1): "prefill 2,048",
@@ -30,18 +30,18 @@ NAMES = dict(zip(["prefill-512", "prefill-2048", "decode-1", "decode-8", "decode
 
 @dataclass(frozen=True)
 class System:
-    """A system with a model in one format, as a command that starts it."""
+    """Command that starts a system with a model in one format."""
 
     name: str
     format: str
     """``bf16``, ``int8`` or ``int4``, or the name of a quantization."""
     command: list[str]
     environment: dict[str, str]
-    """Added to that of this process."""
+    """Additional environment variables."""
 
 
 class Running:
-    """A started system, which answers questions one at a time and sleeps between them."""
+    """Running system. It handles one request at a time and is idle in between."""
 
     def __init__(self, system: System, process: subprocess.Popen[str], errors: IO[str]) -> None:
         self._system = system
@@ -49,31 +49,31 @@ class Running:
         self._errors = errors
 
     def seconds(self, work: Work) -> float:
-        """How long a work takes."""
-        return float(self._ask("seconds", list(work)))
+        """Duration of a work."""
+        return float(self._call("seconds", list(work)))
 
     def perplexity(self, text: Path, windows: int) -> float:
-        """The perplexity of the first windows of a text, as ``windows.py`` defines it."""
-        return float(self._ask("perplexity", [str(text), windows]))
+        """Perplexity of the first windows of a text (see ``windows.py``)."""
+        return float(self._call("perplexity", [str(text), windows]))
 
     def wait_ready(self) -> None:
-        self._answer("ready")
+        self._receive("ready")
 
-    def _ask(self, what: str, arguments: list[Any]) -> Any:
-        print(json.dumps({what: arguments}), file=self._process.stdin)
-        return self._answer(what)
+    def _call(self, method: str, arguments: list[Any]) -> Any:
+        print(json.dumps({method: arguments}), file=self._process.stdin)
+        return self._receive(method)
 
-    def _answer(self, what: str) -> Any:
+    def _receive(self, method: str) -> Any:
         for line in self._process.stdout or ():
-            if line.startswith(f'{{"{what}"'):
-                return json.loads(line)[what]
+            if line.startswith(f'{{"{method}"'):
+                return json.loads(line)[method]
         self._errors.seek(0)
         sys.exit(f"{self._system.name} {self._system.format} failed:\n{self._errors.read()[-2000:]}")
 
 
 @contextmanager
 def running(system: System) -> Iterator[Running]:
-    """Start a system and wait until it is ready; it ends with the context."""
+    """Context with a started system that is ready; it is stopped at the end."""
     with TemporaryFile("w+") as errors:
         pipe = subprocess.PIPE
         process = subprocess.Popen(
@@ -96,24 +96,24 @@ def running(system: System) -> Iterator[Running]:
 
 
 def rate(work: Work, taken: list[float]) -> float:
-    """Tokens a second, the median of the rounds: those read where one is generated, those generated where few are read,
-    else both."""
+    """Tokens per second, median over the rounds. Counts prompt tokens if one token is generated, generated tokens if
+    prompts are shorter than outputs, else both."""
     prompts, read, generated = work
     tokens = prompts * (read if generated == 1 else generated if read < generated else read + generated)
     return statistics.median(tokens / seconds for seconds in taken)
 
 
 def turns_of(work: Work) -> int:
-    """Turns in a round: short works take three, so that a disturbance of a second does not decide."""
+    """Runs per round: three for short works, to reduce the effect of short disturbances."""
     prompts, read, generated = work
     return 3 if prompts * (read + generated) < 1000 else 1
 
 
 def convert(target: Path, make: Callable[[], object]) -> None:
-    """Make a converted checkpoint unless it exists."""
+    """Create a converted checkpoint unless it exists."""
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
-        print(f"making {target}", file=sys.stderr)
+        print(f"creating {target}", file=sys.stderr)
         make()
 
 
@@ -121,7 +121,7 @@ def export_openvino(python: Path, checkpoint: Path, weights: list[str], folder: 
     """Export a checkpoint for OpenVINO.
 
     Args:
-        python: of an environment with ``optimum-intel``.
+        python: interpreter of an environment with ``optimum-intel``.
         weights: arguments after ``--weight-format``.
     """
     program = [str(python.parent / "optimum-cli"), "export", "openvino", "--model", str(checkpoint)]
@@ -144,7 +144,7 @@ def quantize_llama_cpp(source: Path, whole: Path, file: Path, type: str) -> None
 
 
 def machine() -> str:
-    """Cores and model of the processor."""
+    """Number of cores and model of the processor."""
     names = [
         line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
     ]

@@ -1,5 +1,5 @@
-"""The side of a system: it reads a question a line and prints the answer. Needs only Python's standard library, since
-each peer has an environment of its own."""
+"""Request loop of the runners: reads one JSON request per line and prints the response. Uses only Python's standard
+library, since each peer has a separate environment."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ Prompts = list[list[int]]
 
 
 def answer(seconds: Callable[[int, int, int], float], perplexity: Callable[[str, int], float] | None = None) -> None:
-    """Answer lines of JSON.
+    """Serve requests from standard input.
 
     Args:
-        seconds: answers ``{"seconds": [prompts, tokens of each, tokens to generate for each]}``.
-        perplexity: answers ``{"perplexity": [text file, windows]}``.
+        seconds: handles ``{"seconds": [prompts, tokens per prompt, tokens to generate per prompt]}``.
+        perplexity: handles ``{"perplexity": [text file, windows]}``.
     """
     functions = {"seconds": seconds, "perplexity": perplexity}
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
-        ((what, arguments),) = json.loads(line).items()
-        function = functions[what]
-        assert function is not None, f"this system does not measure {what}"
-        print(json.dumps({what: function(*arguments)}), flush=True)
+        ((method, arguments),) = json.loads(line).items()
+        function = functions[method]
+        assert function is not None, f"this system does not measure {method}"
+        print(json.dumps({method: function(*arguments)}), flush=True)
 
 
 def run_all(
     generate: Callable[[Prompts, int], Callable[[], object]], perplexity: Callable[[str, int], float] | None = None
 ) -> None:
-    """Answer with random prompts, after a long one that does not count: memory is there by then.
+    """Serve requests with random prompts, after a long warm-up prompt that allocates memory.
 
     Args:
-        generate: prepares a generation from prompts and the tokens to generate; what it returns is called and timed.
-        perplexity: as of ``answer``.
+        generate: prepares a generation for prompts and a number of tokens to generate; returns the function to time.
+        perplexity: as for ``answer``.
     """
     draw = random.Random(0)
 

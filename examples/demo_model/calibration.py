@@ -1,4 +1,4 @@
-"""Write the calibration texts that the package ships, from the demo model's corpus.
+"""Write the built-in calibration texts, from the demo model's corpus.
 
 python calibration.py ../../src/penstock/calibration/texts.jsonl.gz
 """
@@ -19,17 +19,17 @@ CHARACTERS = 1_400_000
 
 
 def conversations(characters: int = CHARACTERS) -> Iterator[corpus.Conversation]:
-    """Training conversations in the mixture that ends the curriculum, without tools, thoughts and system messages,
-    which not every chat template takes; of so many characters in all."""
-    rng, left = Random("calibration"), characters
+    """Training conversations with the mixture at the end of the curriculum, with a total of ``characters``. Without
+    tools, reasoning and system messages, which some chat templates do not support."""
+    rng, remaining = Random("calibration"), characters
     skills, shares = list(corpus.SHARES), list(corpus.SHARES.values())
-    while left > 0:
+    while remaining > 0:
         drawn = corpus.converse(rng, corpus.Split.TRAIN, rng.choices(skills, shares)[0])
         if drawn.tools or drawn.thinking or any(set(each) != {"role", "content"} for each in drawn.messages):
             continue
         if any(message["role"] not in ("user", "assistant") for message in drawn.messages):
             continue
-        left -= sum(len(message["content"]) for message in drawn.messages)
+        remaining -= sum(len(message["content"]) for message in drawn.messages)
         yield drawn
 
 

@@ -1,8 +1,7 @@
-"""From conversations to batches: render, encode, mask, and lay out in rows of equal length.
+"""Dataset: renders, tokenizes and masks conversations, and groups them into batches.
 
-The corpus is drawn in slices of the training, each with the mixture of its moment (``corpus.shares_at``). Inside a
-slice conversations of like length share a batch, so that no token of one is seen by another and little is padding;
-the order of batches is shuffled.
+The corpus consists of slices, each with the mixture of its time in the training (``corpus.shares_at``). Within a slice,
+conversations of similar length share a batch, one per row, so that there is little padding; batches are shuffled.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 BATCH_TOKENS = 8192
-"""Tokens (padding included) a batch."""
+"""Number of tokens per batch, including padding."""
 LENGTHS = (48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 1792, 2048)
 TOKENS = 44_000_000
-"""Tokens the curriculum has, padding not counted."""
+"""Number of tokens of the curriculum, without padding."""
 SLICES = 24
-"""Parts of the curriculum, each with its own mixture and as many tokens as the others."""
+"""Number of slices of the curriculum, of equal size, each with its mixture."""
 REFINING = range(SLICES, SLICES + 6)
-"""The parts of the same size that come after it."""
+"""Slices of the same size after the curriculum."""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids of a conversation and which of them the model is trained to give (bool), of one length."""
+    """Token ids of a conversation, and a bool mask of the same length of those that are trained on."""
 
     ids: np.ndarray
     trained: np.ndarray
 
 
 def render(tokenizer: PreTrainedTokenizerFast, conversation: corpus.Conversation, prompt_only: bool = False) -> str:
-    """The conversation as text; with ``prompt_only``, all but the last answer, ready to be answered."""
+    """Render a conversation; with ``prompt_only`` without the last answer, as a prompt."""
     messages = conversation.messages[:-1] if prompt_only else conversation.messages
     text: str = tokenizer.apply_chat_template(
         messages,
@@ -55,7 +54,7 @@ def render(tokenizer: PreTrainedTokenizerFast, conversation: corpus.Conversation
 
 
 class Encoder:
-    """Encodes conversations and finds the assistant's spans in them."""
+    """Tokenizes conversations and finds the assistant's spans in them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.tokenizer = tokenizer
@@ -78,15 +77,15 @@ class Encoder:
 
 
 def _find(ids: np.ndarray, pattern: np.ndarray) -> np.ndarray:
-    """Where ``pattern`` begins in ``ids``."""
+    """Positions of ``pattern`` in ``ids``."""
     windows = np.lib.stride_tricks.sliding_window_view(ids, len(pattern))
     return np.flatnonzero((windows == pattern).all(1))
 
 
 def train_tokenizer(out: Path, context: int, seed: int = 0, conversations: int = 400) -> None:
-    """Train the tokenizer on ``conversations`` of every skill and save it in ``out``."""
+    """Train the tokenizer on ``conversations`` conversations of every skill and save it in ``out``."""
     rng = Random(f"tokenizer:{seed}")
-    template = bpe.train([], context)  # renders with the template before there is a vocabulary
+    template = bpe.train([], context)  # only renders the chat template
     marks = re.compile("|".join(map(re.escape, (*bpe.SPECIAL, *bpe.MARKS))))
 
     def texts() -> Iterator[str]:
@@ -99,7 +98,7 @@ def train_tokenizer(out: Path, context: int, seed: int = 0, conversations: int =
 
 
 def draw(seed: int, part: int, tokens: int, shares: dict[str, float], tokenizer_dir: str) -> list[Encoded]:
-    """Draw conversations until every skill has its share of ``tokens``. Deterministic in ``(seed, part)``."""
+    """Draw conversations until every skill has its share of ``tokens``. Deterministic for ``(seed, part)``."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
     encoder, drawn, total = Encoder(tokenizer), [], sum(shares.values())
     for skill, share in shares.items():
@@ -116,14 +115,14 @@ def draw(seed: int, part: int, tokens: int, shares: dict[str, float], tokenizer_
 
 
 def digest(drawn: list[Encoded]) -> str:
-    """SHA-256 of token ids and masks, as hexadecimal."""
+    """SHA-256 of token ids and masks in hexadecimal."""
     return hashlib.sha256(b"".join(e.ids.tobytes() + e.trained.tobytes() for e in drawn)).hexdigest()
 
 
 def layout(drawn: list[Encoded], rng: Random) -> list[tuple[np.ndarray, np.ndarray]]:
     """Group conversations by length into batches ``(ids, trained)``, each ``[rows, length]``, shuffled.
 
-    ``rows * length`` is at most ``BATCH_TOKENS``. What does not fill a batch goes into the next longer one.
+    ``rows * length`` is at most ``BATCH_TOKENS``. Conversations that do not fill a batch go into the next longer one.
     """
     rng.shuffle(drawn)
     batches, waiting = [], sorted(drawn, key=lambda e: len(e.ids))
@@ -163,7 +162,7 @@ def write(out: Path, tokenizer_dir: Path, tokens: int, seed: int, parts: Sequenc
 
 
 class Batches:
-    """The written corpus, memory-mapped; item ``i`` is ``(ids [rows, length] int64, trained [rows, length] bool)``."""
+    """Memory-mapped corpus; item ``i`` is ``(ids [rows, length] int64, trained [rows, length] bool)``."""
 
     def __init__(self, folder: Path) -> None:
         self.index: list[tuple[int, int, int]] = json.loads((folder / "index.json").read_text())
@@ -174,7 +173,7 @@ class Batches:
         return len(self.index)
 
     def digest(self) -> str:
-        """SHA-256 of all token ids, as hexadecimal."""
+        """SHA-256 of all token ids in hexadecimal."""
         return hashlib.sha256(self.ids.data).hexdigest()
 
     def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,11 +1,11 @@
-"""Ask the demo model what it was not trained on, and print how it does.
+"""Evaluate the demo model on held-out questions.
 
-python evaluate.py build/chat --draft build/draft            # through transformers, on this machine
-python evaluate.py build/chat --backend penstock             # through Penstock's LLM
-python evaluate.py --base-url http://localhost:8000/v1       # through any OpenAI-compatible server
+python evaluate.py build/chat --draft build/draft            # with transformers
+python evaluate.py build/chat --backend penstock             # with Penstock's LLM
+python evaluate.py --base-url http://localhost:8000/v1       # with any OpenAI-compatible server
 
-Every answer is greedy and graded by exact match, or as parsed JSON or function call. Perplexity and the draft's
-acceptance need the model's probabilities and are measured through transformers only.
+Answers are greedy and graded by exact match, or as parsed JSON or function call. Perplexity and the acceptance rate of
+the draft model need the model's probabilities and are measured with transformers only.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from dataset import render
 from tqdm import tqdm
 
 Figures = dict[str, Any]
-"""All that an evaluation found, ready for JSON."""
+"""Results of an evaluation, serializable as JSON."""
 
 LONGEST = {Check.FREE: 300, Check.THINK: 200}
+"""Limits of the answers' tokens by check."""
 TOP_P, TOP_K = 0.95, 20
-"""What sampled answers are drawn from, as in the model's own ``generation_config.json``."""
+"""Sampling parameters of sampled answers, as in the model's ``generation_config.json``."""
 LONGEST_GRADED = 64
-"""Tokens an answer may have; a graded one without thoughts has at most 50, and long passages leave little room."""
+"""Limit of tokens of other answers: expected ones have at most 50, and long passages leave little context."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back: the text, the thoughts before it, the functions called as ``(name, arguments)``."""
+    """Answer of the model: content, reasoning, and function calls as ``(name, arguments)``."""
 
     content: str
     reasoning: str = ""
@@ -51,7 +52,7 @@ class Answer:
 
     @staticmethod
     def parse(text: str, ended: bool = True) -> Answer:
-        """Split raw text as the model writes it."""
+        """Parse the model's generated text."""
         reasoning, calls = "", []
         if match := re.match(r"<think>(.*?)</think>\s*", text, re.DOTALL):
             reasoning, text = match[1].strip(), text[match.end() :]
@@ -66,7 +67,7 @@ class Answer:
 
 
 def is_right(answer: Answer, conversation: Conversation) -> bool:
-    """Grade by the conversation's check. An answer that did not end by itself is wrong."""
+    """Grade an answer with the conversation's check. An answer that reached the token limit is wrong."""
     expected = conversation.messages[-1]
     if not answer.ended:
         return False
@@ -86,17 +87,17 @@ def is_right(answer: Answer, conversation: Conversation) -> bool:
 
 
 def _canonical(text: str) -> str:
-    """A JSON text with its keys sorted, so that 1 and true stay apart."""
+    """JSON text with sorted keys; unlike parsed values it distinguishes 1 and true."""
     return json.dumps(json.loads(text), sort_keys=True)
 
 
 def longest_answer(conversation: Conversation) -> int:
-    """Tokens to allow."""
+    """Limit of the answer's tokens."""
     return LONGEST.get(conversation.check, LONGEST_GRADED)
 
 
 def held_out(count: int, seed: int) -> dict[str, list[Conversation]]:
-    """``count`` held-out conversations a skill, no two with the same prompt."""
+    """``count`` held-out conversations per skill, with distinct prompts."""
     drawn: dict[str, list[Conversation]] = {}
     for skill in corpus.SKILLS:
         rng, unique = Random(f"evaluate:{seed}:{skill}"), dict[str, Conversation]()
@@ -114,7 +115,7 @@ class Backend(Protocol):
 
 
 class Remote:
-    """An OpenAI-compatible server, asked eight questions at a time. Key: ``OPENAI_API_KEY``, where one is needed."""
+    """OpenAI-compatible server, with eight concurrent requests; ``OPENAI_API_KEY`` is the API key, if one is needed."""
 
     def __init__(self, base_url: str, model: str | None) -> None:
         import openai
@@ -132,7 +133,7 @@ class Remote:
         template = {"enable_thinking": conversation.thinking}
         response = self.client.chat.completions.create(
             model=self.model,
-            messages=on_the_wire(conversation.messages[:-1]),
+            messages=to_openai(conversation.messages[:-1]),
             temperature=temperature,
             top_p=TOP_P,
             seed=seed,
@@ -148,8 +149,8 @@ class Remote:
         return Answer(parsed.content, reasoning, calls or parsed.calls, parsed.ended)
 
 
-def on_the_wire(messages: list[Message]) -> list[Message]:
-    """Messages as OpenAI's schema wants them: calls with ids and arguments as text, results that name their call."""
+def to_openai(messages: list[Message]) -> list[Message]:
+    """Convert messages to OpenAI's schema: calls with ids and JSON arguments, and results with the id of the call."""
     sent: list[Message] = []
     for i, message in enumerate(messages):
         if message.get("tool_calls"):
@@ -177,7 +178,7 @@ def _loads(text: str) -> Any:
 
 
 class Penstock:
-    """The checkpoint through Penstock's ``LLM``, all questions at once."""
+    """Penstock's ``LLM``, with all questions in one batch."""
 
     def __init__(self, folder: Path, dtype: str = "bfloat16", **options: Any) -> None:
         from penstock import LLM
@@ -201,7 +202,7 @@ class Penstock:
 
 
 class Local:
-    """The checkpoint through transformers, questions of like length together."""
+    """transformers, with questions of similar length in a batch."""
 
     def __init__(self, folder: Path, dtype: str = "bfloat16") -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -219,7 +220,7 @@ class Local:
 
     @torch.inference_mode()
     def generate(self, conversations: list[Conversation], temperature: float) -> Iterator[tuple[int, list[int]]]:
-        """Yield ``(index, answer's token ids up to and with the end of turn)`` in no particular order."""
+        """Yield ``(index, token ids of the answer including the EOS token)`` in any order."""
         torch.manual_seed(0)
         prompts = [render(self.tokenizer, c, prompt_only=True) for c in conversations]
         order = sorted(range(len(prompts)), key=lambda i: (longest_answer(conversations[i]), len(prompts[i])))
@@ -237,13 +238,13 @@ class Local:
 
     @torch.inference_mode()
     def negative_log_likelihood(self, prompt: str, answer: list[int]) -> float:
-        """Of ``answer`` after ``prompt``, summed, in nats."""
+        """Negative log likelihood of ``answer`` given ``prompt``, summed over tokens, in nats."""
         ids = self.tokenizer.encode(prompt) + answer
         scores = self.model(torch.tensor([ids])).logits[0, -len(answer) - 1 : -1].float().log_softmax(-1)
         return -float(scores.gather(1, torch.tensor(answer)[:, None]).sum())
 
     def perplexity(self, conversations: list[Conversation], answers: list[list[int]] | None = None) -> float:
-        """Perplexity a token of the given answers, or else of the expected ones."""
+        """Perplexity per token of the given answers, or else of the expected ones."""
         total, tokens = 0.0, 0
         for i, conversation in enumerate(tqdm(conversations, desc="perplexity", unit="answer")):
             prompt = render(self.tokenizer, conversation, prompt_only=True)
@@ -256,18 +257,18 @@ class Local:
 
 @dataclass
 class Acceptance:
-    """How many of the drafted tokens the target kept."""
+    """Number of draft tokens accepted by the target model."""
 
     drafted: int = 0
     accepted: int = 0
 
     def add(self, agrees: list[bool], depth: int = 4) -> None:
-        """Replay greedy speculation over one answer.
+        """Simulate greedy speculative decoding of one answer.
 
-        ``agrees[i]`` says whether the draft, given the answer up to ``i``, proposes the target's token ``i``. What is
-        drafted after a miss is thrown away, so that teacher-forced proposals tell all: a round drafts ``depth``
-        tokens, keeps those before the first miss, and takes one token of the target's own. What is drafted past the
-        end of the answer counts as drafted, as it does in an engine.
+        ``agrees[i]`` is True if the draft model, given the answer up to ``i``, proposes the target's token ``i``. This
+        is sufficient, since tokens drafted after a mismatch are discarded: a round drafts ``depth`` tokens, accepts
+        those before the first mismatch, and adds one token of the target. Tokens drafted beyond the end of the answer
+        are counted, as in an engine.
         """
         at = 0
         while at < len(agrees):
@@ -284,17 +285,17 @@ class Acceptance:
 
 @torch.inference_mode()
 def acceptance(target: Local, draft: Local, conversations: list[Conversation]) -> Acceptance:
-    """Speculate greedily, four tokens a round, over the target's own greedy answers."""
+    """Acceptance of greedy speculative decoding, four tokens per round, of the target's greedy answers."""
     result = Acceptance()
     for i, answer in target.generate(conversations, temperature=0.0):
         ids = target.tokenizer.encode(render(target.tokenizer, conversations[i], prompt_only=True)) + answer
         proposed = draft.model(torch.tensor([ids])).logits[0, -len(answer) - 1 : -1].argmax(-1).tolist()
-        result.add([mine == its for mine, its in zip(proposed, answer, strict=True)])
+        result.add([drafted == expected for drafted, expected in zip(proposed, answer, strict=True)])
     return result
 
 
 def story_requests(count: int, seed: int) -> list[Conversation]:
-    """Requests that name nothing ("Tell me a story."), so that only the sampling can make the stories differ."""
+    """Requests without a subject ("Tell me a story."), so that stories differ only due to sampling."""
     rng, requests = Random(f"stories:{seed}"), list[Conversation]()
     while len(requests) < count:
         conversation = corpus.converse(rng, Split.HELD_OUT, "story")
@@ -304,7 +305,7 @@ def story_requests(count: int, seed: int) -> list[Conversation]:
 
 
 def evaluate_stories(backend: Backend, count: int, seed: int) -> Figures:
-    """Sample stories at temperature 1: how many differ, how many end, how likely the model itself finds them."""
+    """Sample stories at temperature 1: number of distinct and finished ones, and their perplexity."""
     requests = story_requests(count, seed)
     if not isinstance(backend, Local):
         stories = backend.ask(requests, temperature=1.0)
@@ -336,12 +337,12 @@ def evaluate(
     show_wrong: int = 0,
     save_answers: Path | None = None,
 ) -> Figures:
-    """Ask ``count`` held-out questions a skill and for ``stories`` stories.
+    """Evaluate ``count`` held-out questions per skill and ``stories`` stories.
 
     Args:
-        draft: measured for acceptance where it is given and ``backend`` is local.
-        show_wrong: wrong answers to print a skill.
-        save_answers: file for all greedy answers, by which two backends can be compared.
+        draft: draft model whose acceptance is measured, if ``backend`` is local.
+        show_wrong: number of wrong answers to print per skill.
+        save_answers: file for all greedy answers, to compare two backends.
     """
     questions = held_out(count, seed)
     graded = [c for cs in questions.values() for c in cs if c.check is not Check.FREE]
@@ -357,7 +358,7 @@ def evaluate(
         if not right and shown[conversation.skill] < show_wrong:
             shown[conversation.skill] += 1
             asked, wanted = conversation.messages[-2]["content"], conversation.messages[-1]
-            print(f"[{conversation.skill}] …{asked[-160:]!r}\n  wanted {wanted}\n  got    {answer}")
+            print(f"[{conversation.skill}] …{asked[-160:]!r}\n  expected {wanted}\n  got      {answer}")
     result: Figures = {
         "skills": skills,
         "asked": len(graded),
@@ -378,12 +379,12 @@ def evaluate(
 
 
 def weights_digest(folder: Path) -> str:
-    """SHA-256 of a checkpoint's weights, which says what the figures belong to."""
+    """SHA-256 of a checkpoint's weights, which identifies the evaluated model."""
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
 def table(result: Figures) -> str:
-    """The figures as Markdown."""
+    """Results as Markdown."""
     lines = ["| skill | asked | right | share |", "|---|---:|---:|---:|"]
     for name, row in result["skills"].items():
         lines.append(f"| {name} | {row['asked']} | {row['right']} | {row['right'] / row['asked']:.1%} |")
@@ -391,42 +392,41 @@ def table(result: Figures) -> str:
     stories = result["stories"]
     lines += [
         "",
-        f"- {stories['stories']} stories at temperature 1 (top-p {TOP_P}, top-k {TOP_K}), asked for in a few ways that "
-        "name nothing: "
-        f"{stories['distinct']} distinct, {stories['ended']} ended by themselves within {LONGEST[Check.FREE]} tokens",
+        f"- {stories['stories']} stories at temperature 1 (top-p {TOP_P}, top-k {TOP_K}), from requests without a "
+        f"subject: {stories['distinct']} distinct, {stories['ended']} finished within {LONGEST[Check.FREE]} tokens",
     ]
     if "ratio" in stories:
         lines.append(
-            f"- perplexity on them {stories['perplexity_sampled']}, on held-out stories "
+            f"- their perplexity {stories['perplexity_sampled']}, of held-out stories "
             f"{stories['perplexity_held_out']} (ratio {stories['ratio']})"
         )
     if "perplexity_held_out" in result:
         lines.append(f"- held-out perplexity over all skills: {result['perplexity_held_out']}")
     if "draft" in result:
         d = result["draft"]
-        lines.append(f"- draft, 4 tokens a round: {d['accepted']} of {d['drafted']} accepted ({d['share']:.1%})")
+        lines.append(f"- draft, 4 tokens per round: {d['accepted']} of {d['drafted']} accepted ({d['share']:.1%})")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, nargs="?", help="folder of the checkpoint")
-    parser.add_argument("--draft", type=Path, help="folder of the draft's checkpoint")
-    parser.add_argument("--base-url", help="ask this OpenAI-compatible server instead, e.g. http://localhost:8000/v1")
-    parser.add_argument("--model-name", help="the model's name there (default: the first one served)")
-    parser.add_argument("--backend", choices=["transformers", "penstock"], default="transformers", help="what runs it")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="what it computes in")
-    parser.add_argument("--count", type=int, default=48, help="questions a skill (default: 48)")
+    parser.add_argument("--draft", type=Path, help="folder of the draft model's checkpoint")
+    parser.add_argument("--base-url", help="OpenAI-compatible server to evaluate, e.g. http://localhost:8000/v1")
+    parser.add_argument("--model-name", help="name of the served model (default: the first one)")
+    parser.add_argument("--backend", choices=["transformers", "penstock"], default="transformers", help="runtime")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="dtype of the computation")
+    parser.add_argument("--count", type=int, default=48, help="questions per skill (default: 48)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the questions (default: 0)")
-    parser.add_argument("--wrong", type=int, default=0, help="print this many wrong answers a skill (default: 0)")
-    parser.add_argument("--json", type=Path, help="write the figures here as JSON")
-    parser.add_argument("--answers", type=Path, help="write the greedy answers here as JSON")
-    parser.add_argument("--card", type=Path, help="replace the figures in this model card")
+    parser.add_argument("--wrong", type=int, default=0, help="number of wrong answers to print per skill (default: 0)")
+    parser.add_argument("--json", type=Path, help="write results to this JSON file")
+    parser.add_argument("--answers", type=Path, help="write the greedy answers to this JSON file")
+    parser.add_argument("--card", type=Path, help="replace the results in this model card")
     args = parser.parse_args()
     if (args.model is None) == (args.base_url is None):
         parser.error("give either a checkpoint's folder or --base-url")
     if args.base_url and args.draft:
-        parser.error("--draft is measured through transformers only: give a checkpoint's folder, not --base-url")
+        parser.error("--draft needs transformers: give a checkpoint's folder, not --base-url")
     backend: Backend
     if args.base_url:
         backend = Remote(args.base_url, args.model_name)

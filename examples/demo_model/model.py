@@ -1,10 +1,9 @@
-"""Qwen3 written for training on two CPU cores, and its way to and from a Hugging Face checkpoint.
+"""Qwen3 implementation for training on two CPU cores, with conversion from and to Hugging Face checkpoints.
 
-The arithmetic is that of ``transformers.Qwen3ForCausalLM`` (the tests hold one against the other). It is written
-out because the library's own takes twice as long a step here: everything between two attentions works on one flat
-``[tokens, hidden]`` array, so that it compiles to a single fused region whatever the batch's shape, and attention
-multiplies the causal triangle in square-ish chunks, where ``scaled_dot_product_attention`` spends most of its time
-outside of matrix products at these sizes.
+The arithmetic is that of ``transformers.Qwen3ForCausalLM`` (tests compare both), but a step takes half the time:
+everything between two attentions works on one flat ``[tokens, hidden]`` array, so that it compiles to a single fused
+region for all batch shapes, and attention multiplies the causal triangle in almost square chunks, while
+``scaled_dot_product_attention`` spends most of its time outside of matrix products at these sizes.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ class Shape:
 
 
 REGION = 8192
-"""Tokens the compiled regions take at a time; a batch is padded to a multiple."""
+"""Number of tokens of the compiled regions; batches are padded to a multiple."""
 
 TARGET = Shape(vocab=3584, hidden=256, intermediate=512, layers=6, heads=4, kv_heads=2)
 DRAFT = Shape(vocab=3584, hidden=128, intermediate=320, layers=3, heads=2, kv_heads=1)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Grouped-query attention of whole sequences.
+    """Causal grouped-query attention over whole sequences.
 
     Args:
         q: ``[batch, length, heads, head_dim]``.
@@ -63,7 +62,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     )
     k = k.transpose(1, 2).reshape(batch * kv_heads, length, dim)
     v = v.transpose(1, 2).reshape(batch * kv_heads, length, dim)
-    chunk = 128 if length <= 512 else 256  # the fastest of 64, 128 and 256 here
+    chunk = 128 if length <= 512 else 256  # the fastest of 64, 128 and 256 on these CPUs
     outputs = []
     for start in range(0, length, chunk):
         end = min(start + chunk, length)
@@ -77,7 +76,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding (Su et al., 2021) in the two-halves form; ``x`` is ``[tokens, heads, head_dim]``."""
+    """Rotary embedding (Su et al., 2021) of the two halves of a head; ``x`` is ``[tokens, heads, head_dim]``."""
     low, high = x.chunk(2, -1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
 
@@ -118,7 +117,7 @@ class Layer(nn.Module):
         return rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype), v
 
     def after(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The residual stream after attention's output and the MLP."""
+        """Residual stream after the attention output and the MLP."""
         x = x + self.o(attended)
         h = self.post_norm(x)
         out: Tensor = x + self.down(F.silu(self.gate(h)) * self.up(h))
@@ -126,7 +125,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Decoder with tied embeddings; ``forward`` gives final hidden states, ``logits`` the vocabulary scores."""
+    """Decoder with tied embeddings; ``forward`` returns final hidden states, ``logits`` the logits."""
 
     cos: Tensor
     sin: Tensor
@@ -150,14 +149,14 @@ class Model(nn.Module):
         plant_induction(self)
 
     def compile_regions(self) -> None:
-        """Fuse what lies between attentions. One compilation serves all layers and all batch shapes."""
+        """Compile the regions between attentions, once for all layers and batch shapes."""
         self.compiled = True
         for layer in self.layers:
             for region in ("before", "after"):
                 setattr(layer, region, torch.compile(getattr(layer, region), dynamic=False))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Token ids ``[batch, length]`` int64 to hidden states ``[batch * length, hidden]`` float32."""
+        """Compute hidden states ``[batch * length, hidden]`` float32 of token ids ``[batch, length]`` int64."""
         batch, length = ids.shape
         tokens = batch * length
         padding = -tokens % REGION if self.compiled else 0
@@ -170,37 +169,39 @@ class Model(nn.Module):
         return cast(Tensor, self.norm(x[:tokens]))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states ``[rows, hidden]`` to scores ``[rows, vocab]``."""
+        """Logits ``[rows, vocab]`` of hidden states ``[rows, hidden]``."""
         return F.linear(hidden, self.embed.weight)
 
 
 @torch.no_grad()
 def plant_induction(model: Model) -> None:
-    """Start the model with a working induction head (Olsson et al., 2022) instead of waiting for one to form.
+    """Initialize the model with a working induction head (Olsson et al., 2022).
 
-    Looking up what followed an earlier occurrence of the current token is the root of recall, extraction and tool
-    arguments. It takes two heads in a row: one in the first layer attends to the token before and notes it down; one
-    in the second layer finds the place whose note is the current token, and copies the token there. Training finds
-    them late (here not within 14 million tokens), so their weights are written down; training refines them.
+    Recall, extraction and tool arguments depend on looking up what followed an earlier occurrence of the current token.
+    This needs two heads in successive layers: one in the first layer attends to the previous token and stores it; one
+    in the second layer finds the position whose stored token is the current token, and copies the token at that
+    position. Training finds them late (here not within 14 million tokens), so their weights are set initially, and
+    refined by training.
 
-    The embeddings get a common part, on which the first head's queries and keys see position alone, and three
-    orthogonal subspaces tell the current token, the one before, and the one to copy apart.
+    The embeddings get a common component, so that the first head's queries and keys depend only on positions. Three
+    orthogonal subspaces store the current token, the previous one, and the one to copy.
     """
     s, first, second = model.shape, model.layers[0], model.layers[1]
     assert isinstance(first, Layer)
     assert isinstance(second, Layer)
     common = F.normalize(torch.randn(s.hidden), dim=0)
     model.embed.weight.normal_(std=0.5).add_(0.5 * s.hidden**0.5 * common)
-    model.norm.weight.fill_(0.05)  # such large embeddings would make wild logits
+    model.norm.weight.fill_(0.05)  # otherwise the large embeddings would give extreme logits
     basis = torch.linalg.qr(torch.cat((common[:, None], torch.randn(s.hidden, s.hidden - 1)), 1))[0].T[1:]
     rank = min(s.head_dim, (s.hidden - 1) // 3)
     current, previous, copied = basis[:rank], basis[rank : 2 * rank], basis[2 * rank : 3 * rank]
     head, half = slice(s.head_dim), s.head_dim // 2
     for layer in (first, second):
-        layer.q_norm.weight.fill_(2.0)  # attention as sharp as looking up a single place needs
+        layer.q_norm.weight.fill_(2.0)  # attention sharp enough to look up a single position
         layer.k_norm.weight.fill_(2.0)
 
-    # Rotated by one position against the keys, in the fastest frequencies, the queries peak at the token before.
+    # In the fastest frequencies, queries are rotated by one position relative to keys, so attention peaks at the
+    # previous token.
     speeds = s.rope_theta ** -(torch.arange(half) / half)
     fast, phase = (torch.arange(half) < 8).float(), 2 * torch.pi * torch.rand(half)
     key = torch.cat((fast * phase.cos(), fast * phase.sin()))
@@ -208,7 +209,7 @@ def plant_induction(model: Model) -> None:
     first.k.weight[head], first.q.weight[head] = torch.outer(key, common), torch.outer(query, common)
     first.v.weight[:rank], first.o.weight[:, :rank] = current, 2 * previous.T
 
-    # Content is matched in the slowest frequencies, which hardly turn within the context.
+    # Content is matched in the slowest frequencies, which hardly rotate within the context.
     slow = torch.arange(half - min(12, rank // 2), half)
     second.k.weight[head], second.q.weight[head] = 0.0, 0.0
     for rows, matched in ((slow, slice(0, len(slow))), (slow + half, slice(len(slow), 2 * len(slow)))):
@@ -221,7 +222,7 @@ def to_hugging_face(model: Model, folder: Path, end: int, pad: int) -> None:
 
     Args:
         end: token id that ends a turn.
-        pad: token id of padding, which also ends a text.
+        pad: token id of padding, also an EOS token.
     """
     s = model.shape
     config = Qwen3Config(
@@ -243,7 +244,7 @@ def to_hugging_face(model: Model, folder: Path, end: int, pad: int) -> None:
     library = Qwen3ForCausalLM(config).to(torch.bfloat16)
     missing, unexpected = library.load_state_dict(_library_names(model), strict=False)
     if unexpected or set(missing) - {"lm_head.weight"}:
-        raise ValueError(f"these weights do not fit Qwen3ForCausalLM: {missing=}, {unexpected=}")
+        raise ValueError(f"the weights do not fit Qwen3ForCausalLM: {missing=}, {unexpected=}")
     library.tie_weights()
     library.generation_config = GenerationConfig(
         eos_token_id=[end, pad], pad_token_id=pad, do_sample=True, temperature=0.4, top_k=20, top_p=0.95
@@ -252,7 +253,7 @@ def to_hugging_face(model: Model, folder: Path, end: int, pad: int) -> None:
 
 
 def from_hugging_face(folder: Path) -> Model:
-    """Load a checkpoint that ``to_hugging_face`` wrote, in float32."""
+    """Load a checkpoint written by ``to_hugging_face``, in float32."""
     library = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     c = library.config
     shape = Shape(
@@ -283,7 +284,7 @@ PARTS = {
 
 
 def _names(model: Model) -> dict[str, str]:
-    """The library's name of each of our parameters."""
+    """Parameter names in transformers by name in ``model``."""
     names = {"embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
     for i in range(model.shape.layers):
         names |= {f"layers.{i}.{ours}.weight": f"model.layers.{i}.{theirs}.weight" for ours, theirs in PARTS.items()}

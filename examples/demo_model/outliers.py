@@ -1,4 +1,4 @@
-"""A copy of the demo model that computes the same, with outliers in its activations, as large models have them.
+"""Write an equivalent copy of the demo model with outliers in its activations, as in large models.
 
 python outliers.py ../../src/penstock/demo/chat /tmp/planted
 """
@@ -16,15 +16,15 @@ FOLLOWING = {
     "input_layernorm": [f"self_attn.{part}_proj" for part in "qkv"],
     "post_attention_layernorm": ["mlp.gate_proj", "mlp.up_proj"],
 }
-"""The matrices that multiply what each norm of a layer gives."""
+"""Matrices that multiply the output of each norm of a layer."""
 
 
 def plant(model: Path, folder: Path, factor: int = 64, channels: int = 4) -> None:
-    """Copy a checkpoint. A few channels of each norm are made larger, and the weights that multiply them smaller.
+    """Copy a checkpoint. Some channels of each norm are scaled up, and the weights that multiply them scaled down.
 
     Args:
-        factor: a power of two, by which nothing is rounded.
-        channels: of each norm.
+        factor: power of two, so that nothing is rounded.
+        channels: number of scaled channels per norm.
     """
     shutil.copytree(model, folder, dirs_exist_ok=True)
     tensors, rng = load_file(folder / "model.safetensors"), Random(0)

@@ -1,7 +1,7 @@
-"""The demo model's tokenizer: byte-level BPE trained on its own corpus.
+"""Tokenizer of the demo model: byte-level BPE trained on its corpus.
 
-Digits and Chinese characters are always tokens of their own, so that a number or a name is cut the same way wherever
-it stands; every byte is in the vocabulary, so that any text round-trips.
+Digits and Chinese characters are always separate tokens, so that a number or a name is tokenized the same way in every
+context; every byte is in the vocabulary, so that any text round-trips.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from transformers import PreTrainedTokenizerFast
 VOCABULARY = 3584
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
-"""Tokens of their own that are part of the answer's text, as in Qwen3: decoding keeps them."""
+"""Added tokens that are not special, as in Qwen3: decoding keeps them."""
 
 WORDS = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 
 
 def train(texts: Iterable[str], context: int) -> PreTrainedTokenizerFast:
-    """Train on rendered conversations and return a tokenizer ready to save."""
+    """Train a tokenizer on rendered conversations."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -55,7 +55,8 @@ def train(texts: Iterable[str], context: int) -> PreTrainedTokenizerFast:
 
 
 def save(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write the tokenizer's files, with today's template and a class name that every transformers knows."""
+    """Write the tokenizer's files, with the current template and a class name that exists in all transformers
+    versions."""
     tokenizer.chat_template = TEMPLATE.read_text(encoding="utf-8")
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"

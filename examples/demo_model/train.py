@@ -1,6 +1,6 @@
-"""Train the demo model, in stages: ``corpus``, ``target``, ``chat``, ``draft``, ``package``. A stopped one resumes.
+"""Train the demo model in stages: ``corpus``, ``target``, ``chat``, ``draft``, ``package``. Interrupted stages resume.
 
-python train.py all --out build     # everything, under three hours on two cores
+python train.py all --out build     # all stages, under three hours on two cores
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained. A step is one batch of ``dataset.BATCH_TOKENS`` tokens, padding included."""
+    """Hyperparameters of a training. A step is one batch of ``dataset.BATCH_TOKENS`` tokens, including padding."""
 
     shape: Shape
     matrix_lr: float = 0.02
@@ -46,16 +46,16 @@ class Recipe:
     warmup: float = 0.03
     cooldown: float = 0.25
     corpus: str = "curriculum"
-    """The folder of its corpus: ``curriculum``, or ``refining``, which follows it."""
+    """Folder of the corpus: ``curriculum``, or ``refining``, which continues it."""
     start: float = 0.0
-    """Share of the corpus to skip: the draft needs only its later part."""
+    """Fraction of the corpus to skip; the draft model needs only the last part."""
     begins_from: str = ""
-    """The model whose weights it starts with; empty for random ones."""
+    """Model with the initial weights; empty: random weights."""
 
     def rate(self, progress: float) -> float:
-        """The learning rate's factor: a rise, an inverse square root (Vaswani et al., 2017), at last straight to zero.
+        """Learning rate factor: linear warmup, inverse square root (Vaswani et al., 2017), and linear decay to zero.
 
-        Batches are small, so a rate that is right at the start soon drowns what is learned in noise.
+        Batches are small, so the initial rate is soon too noisy.
         """
         rise, slope = progress / self.warmup, math.sqrt(self.warmup / progress)
         return min(rise, slope, slope * (1 - progress) / self.cooldown)
@@ -63,14 +63,14 @@ class Recipe:
 
 RECIPES = {
     "target": Recipe(TARGET),
-    # Goes on where the target's rate began to cool, with more of what is still weak.
+    # Continues the target at the rate at which its decay began, with larger shares of weak skills.
     "chat": Recipe(TARGET, 5e-3, 1.25e-3, warmup=0.1, cooldown=0.7, corpus="refining", begins_from="target"),
     "draft": Recipe(DRAFT, start=0.85),
 }
 
 
 class Run:
-    """One training run and all it needs to go on after a stop, kept in ``folder``."""
+    """Training run, with its resumable state in ``folder``."""
 
     def __init__(
         self, name: str, recipe: Recipe, folder: Path, made_of: str, compiled: bool, begin: Model | None = None
@@ -82,7 +82,7 @@ class Run:
         matrices = [p for p in self.model.layers.parameters() if p.dim() == 2]
         others = [p for p in self.model.parameters() if all(p is not m for m in matrices)]
         self.optimizers: list[Optimizer] = [
-            # Muon (Jordan et al., 2024) on the matrices learns these skills in about half of AdamW's tokens.
+            # Muon (Jordan et al., 2024) on the matrices needs about half as many tokens as AdamW for these skills.
             Muon(matrices, lr=recipe.matrix_lr, weight_decay=recipe.weight_decay),
             AdamW(others, lr=recipe.other_lr, betas=(0.9, 0.95), weight_decay=0.0),
         ]
@@ -91,9 +91,7 @@ class Run:
         if self.checkpoint.exists():
             state = torch.load(self.checkpoint, map_location=DEVICE, weights_only=True)
             if state["made_of"] != self.made_of:
-                raise SystemExit(
-                    f"{self.checkpoint} is of another recipe or corpus. Delete it, or choose another --out."
-                )
+                raise SystemExit(f"{self.checkpoint} has another recipe or corpus: delete it, or use another --out")
             self.model.load_state_dict(state["model"])
             for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
@@ -102,7 +100,7 @@ class Run:
             self.model.compile_regions()
 
     def save(self) -> None:
-        """Write the checkpoint so that a stop at any moment leaves a whole one."""
+        """Write the checkpoint atomically."""
         partial = self.checkpoint.with_suffix(".partial")
         state = {
             "model": self.model.state_dict(),
@@ -146,19 +144,19 @@ class Run:
         smooth = losses.unfold(0, window, 1).mean(1)
         figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
         axes.semilogy(range(window, len(losses) + 1), smooth)
-        axes.set(xlabel="step (8,192 tokens)", ylabel="loss (nats a trained token)", title=self.checkpoint.stem)
+        axes.set(xlabel="step (8,192 tokens)", ylabel="loss (nats per trained token)", title=self.checkpoint.stem)
         axes.grid(True, which="both", alpha=0.3)
         figure.savefig(self.checkpoint.with_suffix(".png"), dpi=120)
         plt.close(figure)
 
 
 def answers(trained: Tensor) -> Tensor:
-    """Which rows of the flat hidden states predict a trained token: those one before it."""
+    """Mask of the flat hidden states that predict a trained token: those at the previous position."""
     return F.pad(trained[:, 1:], (0, 1)).flatten()
 
 
 def likelihood(model: Model) -> Loss:
-    """Cross-entropy of the conversation's answers."""
+    """Cross-entropy loss of the conversations' answers."""
 
     def loss(ids: Tensor, trained: Tensor) -> Tensor:
         with torch.autocast(DEVICE, torch.bfloat16):
@@ -169,7 +167,7 @@ def likelihood(model: Model) -> Loss:
 
 
 def distillation(teacher: Model) -> Callable[[Model], Loss]:
-    """Kullback-Leibler divergence from the teacher's own next-token distribution (Hinton et al., 2015)."""
+    """Kullback-Leibler divergence from the teacher's next-token distribution (Hinton et al., 2015)."""
 
     def loss_of(model: Model) -> Loss:
         def loss(ids: Tensor, trained: Tensor) -> Tensor:
@@ -196,11 +194,11 @@ def make_corpus(out: Path, tokens: int, seed: int) -> None:
         dataset.write(out / "refining", out / "target", tokens, seed, dataset.REFINING)
         made.write_text(json.dumps(options))
     if json.loads(made.read_text()) != options:
-        raise SystemExit(f"The corpus in {out} was made with other options. Delete it, or choose another --out.")
+        raise SystemExit(f"the corpus in {out} was created with other options: delete it, or use another --out")
 
 
 def train_model(name: str, out: Path, compiled: bool) -> None:
-    """Train ``target``, ``chat`` or ``draft`` to the end of its corpus and write its checkpoint to ``out/name``."""
+    """Train ``target``, ``chat`` or ``draft`` on its corpus and write the checkpoint to ``out/name``."""
     recipe = RECIPES[name]
     batches = dataset.Batches(out / recipe.corpus)
     loss_of: Callable[[Model], Loss] = likelihood
@@ -222,7 +220,7 @@ def train_model(name: str, out: Path, compiled: bool) -> None:
 
 
 def package(out: Path) -> None:
-    """Copy checkpoints and card to where the package ships them from, the losses' pictures beside this file."""
+    """Copy checkpoints and model card into the package, and the loss charts next to this file."""
     here = Path(__file__).parent
     shutil.copy(here / "model_card.md", demo.CHAT / "README.md")
     for name, folder in (("chat", demo.CHAT), ("draft", demo.DRAFT)):
@@ -234,10 +232,10 @@ def package(out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=[*STAGES, "all"])
-    parser.add_argument("--out", type=Path, default=Path("build"), help="folder of all results (default: build)")
-    parser.add_argument("--tokens", type=float, default=dataset.TOKENS, help="tokens of corpus to draw (default: 44e6)")
+    parser.add_argument("--out", type=Path, default=Path("build"), help="folder for results (default: build)")
+    parser.add_argument("--tokens", type=float, default=dataset.TOKENS, help="tokens of the corpus (default: 44e6)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the corpus (default: 0)")
-    parser.add_argument("--no-compile", action="store_true", help="do without a C++ compiler, at half the speed")
+    parser.add_argument("--no-compile", action="store_true", help="needs no C++ compiler, at half the speed")
     args = parser.parse_args()
     for stage in STAGES if args.stage == "all" else (args.stage,):
         if stage == "corpus":

@@ -1,10 +1,10 @@
-"""Train an EAGLE-3 head for the demo model (Li et al., 2025). A stopped training resumes.
+"""Train an EAGLE-3 head for the demo model (Li et al., 2025). An interrupted training is resumed.
 
 python train_head.py --out build/eagle3     # six minutes of one core
 
-The head learns the chat model's next-token distributions from the hidden states of three of its layers, and with the
-method's training-time test: also from its own outputs in place of the model's hidden states, as when it drafts several
-tokens in a row. It shares the model's embedding and language model head.
+The head learns the chat model's next-token distributions from the hidden states of three layers, and, with EAGLE-3's
+training-time test, from its own outputs in place of the model's hidden states, as when it drafts several tokens in
+sequence. It shares the model's embedding and language model head.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from tqdm import tqdm
 from penstock import demo
 
 AUX_LAYERS = (1, 3, 5)
-"""The model's layers before which the head reads the residual stream."""
+"""Layers of the model whose input (the residual stream) is read by the head."""
 UNROLLED = 3
-"""Drafted tokens in a row that it is trained on."""
+"""Number of successive draft tokens in training."""
 MAX_LENGTH = 512
-"""Tokens of the longest conversations that it is trained on."""
+"""Largest number of tokens of the conversations in training."""
 PART_TOKENS = 400_000
 INTERMEDIATE = 512
 
 
 class Head(nn.Module):
-    """An EAGLE-3 head for ``teacher``."""
+    """EAGLE-3 head for ``teacher``."""
 
     def __init__(self, teacher: Model) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Head(nn.Module):
         self.up = nn.Linear(s.hidden, INTERMEDIATE, bias=False)
         self.down = nn.Linear(INTERMEDIATE, s.hidden, bias=False)
         self.norm = RMSNorm(s.hidden, s.eps)
-        with torch.no_grad():  # begin with the last of the states, which the model's own head nearly reads
+        with torch.no_grad():  # start with the last of the states, which is close to the model's final hidden state
             self.fc.weight.zero_()
             self.fc.weight[:, -s.hidden :] = torch.eye(s.hidden)
             self.norm.weight.copy_(teacher.norm.weight)
@@ -62,7 +62,7 @@ class Head(nn.Module):
                 nn.init.normal_(linear.weight, std=0.02)
 
     def qkv(self, embedded: Tensor, state: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of one row of the batch's tokens, ``[rows, length, heads, head_dim]``."""
+        """Queries, keys and values, ``[rows, length, heads, head_dim]``."""
         s, shape = self.s, embedded.shape[:2]
         x = torch.cat((self.input_norm(embedded), self.hidden_norm(state)), -1)
         q, k, v = (
@@ -77,21 +77,21 @@ class Head(nn.Module):
         )
 
     def after(self, state: Tensor, attended: Tensor) -> Tensor:
-        """The residual stream after attention's output and the MLP."""
+        """Residual stream after the attention output and the MLP."""
         x = state + self.o(attended.flatten(2))
         h = self.post_norm(x)
         out: Tensor = x + self.down(F.silu(self.gate(h)) * self.up(h))
         return out
 
     def forward(self, embedded: Tensor, aux: Tensor, cos: Tensor, sin: Tensor) -> Iterator[Tensor]:
-        """The states after each unrolled step, ``[rows, length, hidden]``.
+        """Yield the states after each unrolled step, ``[rows, length, hidden]``.
 
-        In step k the state at a position is what the step before returned one position earlier. Its query attends to
-        the first step's keys up to k - 1 positions before, and to later steps' keys at the positions between.
+        In step k the state at a position is the output of the previous step at the previous position. Its query attends
+        to the first step's keys up to k - 1 positions earlier, and to later steps' keys at the positions in between.
 
         Args:
-            embedded: ``[rows, length, hidden]``, of the *next* token at each position.
-            aux: ``[rows, length, 3 * hidden]``.
+            embedded: embedding of the *next* token at each position, ``[rows, length, hidden]``.
+            aux: the model's hidden states, ``[rows, length, 3 * hidden]``.
         """
         state, length = self.fc(aux), embedded.shape[1]
         keys, values = list[Tensor](), list[Tensor]()
@@ -114,13 +114,13 @@ class Head(nn.Module):
 
 
 def _shift(x: Tensor, positions: int) -> Tensor:
-    """``[rows, length, ...]``, each position with what was so many positions before; zeros at the first ones."""
+    """Shift ``[rows, length, ...]`` to later positions; the first ones are zero."""
     return x if not positions else F.pad(x, (*(0, 0) * (x.dim() - 2), positions, 0))[:, : x.shape[1]]
 
 
 @torch.no_grad()
 def teach(teacher: Model, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The chat model's hidden states before ``AUX_LAYERS``, ``[rows, length, 3 * hidden]``, and its last ones."""
+    """Hidden states of the chat model before ``AUX_LAYERS``, ``[rows, length, 3 * hidden]``, and its final ones."""
     from model import causal_attention
 
     batch, length = ids.shape
@@ -136,13 +136,13 @@ def teach(teacher: Model, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def loss_of(head: Head, teacher: Model, ids: Tensor, trained: Tensor) -> tuple[Tensor, list[float]]:
-    """Cross-entropy with the model's distributions, the mean over the unrolled steps, and how often the likeliest token
-    of each step is the model's."""
+    """Cross-entropy with the model's distributions, averaged over the unrolled steps, and the rate at which the most
+    likely token of each step equals the model's."""
     length = ids.shape[1]
     with torch.autocast("cpu", torch.bfloat16):
         aux, last = teach(teacher, ids)
         embedded = teacher.embed(F.pad(ids[:, 1:], (0, 1)))
-        rows = F.pad(trained[:, 2:], (0, 2))  # the head at a position predicts the token two places on
+        rows = F.pad(trained[:, 2:], (0, 2))  # at each position the head predicts the token two positions later
         rows[:, :UNROLLED] = False
         with torch.no_grad():
             wanted = teacher.logits(last[:, 1:][rows[:, :-1]]).float().softmax(-1)
@@ -156,7 +156,7 @@ def loss_of(head: Head, teacher: Model, ids: Tensor, trained: Tensor) -> tuple[T
 
 
 def batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of conversations, without an end."""
+    """Infinite sequence of batches of conversations."""
     part = 1000
     while True:
         drawn = dataset.draw(seed, part, PART_TOKENS, corpus.shares_at(1.0), str(demo.CHAT))
@@ -170,7 +170,7 @@ def batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def train(out: Path, steps: int, lr: float, seed: int) -> Head:
-    """Train to the end, or go on where ``out/head.pt`` ends."""
+    """Train the head; resumes from ``out/head.pt`` if it exists."""
     torch.manual_seed(0)
     teacher = from_hugging_face(demo.CHAT).eval().requires_grad_(requires_grad=False)
     head = Head(teacher)
@@ -183,8 +183,8 @@ def train(out: Path, steps: int, lr: float, seed: int) -> Head:
     if saved.exists():
         state = torch.load(saved, weights_only=True)
         head.load_state_dict(state["head"])
-        for optimizer, own in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(own)
+        for optimizer, saved_state in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved_state)
         first = state["step"]
     source = batches(seed)
     for _ in range(first):
@@ -223,7 +223,7 @@ NAMES = {
 
 
 def write(head: Head, folder: Path) -> None:
-    """Write the head in the layout of published EAGLE-3 heads, in bfloat16."""
+    """Write the head in bfloat16, in the format of published EAGLE-3 heads."""
     s = head.s
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -250,8 +250,8 @@ def write(head: Head, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("build/eagle3"), help="folder of the head's checkpoint")
-    parser.add_argument("--steps", type=int, default=500, help="batches of about 4,096 tokens (default: 500)")
+    parser.add_argument("--out", type=Path, default=Path("build/eagle3"), help="folder for the head's checkpoint")
+    parser.add_argument("--steps", type=int, default=500, help="steps of about 4,096 tokens (default: 500)")
     parser.add_argument("--lr", type=float, default=0.02, help="learning rate of the matrices (default: 0.02)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the conversations (default: 0)")
     args = parser.parse_args()

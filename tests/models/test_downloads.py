@@ -298,7 +298,7 @@ def test_patterns(hub: Hub, command: Command) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("ftp://host/model", "model: ftp:// is not supported; hf://, modelscope://, s3://"),
+        ("ftp://host/model", "model: ftp:// is not supported; supported are hf://, modelscope://, s3://"),
         ("org/chat@v1@v2", "is neither an existing path nor a name on the hub"),
         ("file://host/model", "is not a local path: write file:///folder"),
         ("https://host/model.tar.gz", "https://host/model.tar.gz is an archive: unpack it"),
@@ -491,7 +491,7 @@ def test_a_model_of_modelscope(typed: Typed, site: Callable[..., Site]) -> None:
         "config.json": files["config.json"]
     }
     for name in ("modelscope://org/none", "modelscope://org/chat@v2"):
-        assert "has no model" in typed.refused(name, **there)
+        assert "has no public model" in typed.refused(name, **there)
     assert "is neither an existing path nor a name on the hub" in typed.refused("modelscope://chat", **there)
 
 
@@ -528,7 +528,7 @@ def test_modelscope_offline(typed: Typed, site: Callable[..., Site]) -> None:
     assert "which may be outdated" in client.said
     (folder / WEIGHTS).unlink()
     answer = client.ask("org/chat", hub="modelscope", env=OFFLINE)
-    assert answer["code"] == "not_found" and "lacks org/chat, or parts of it" in answer["message"]
+    assert answer["code"] == "not_found" and "org/chat is not completely cached" in answer["message"]
 
 
 # --- Web servers ------------------------------------------------------------------------------------------------------

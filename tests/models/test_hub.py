@@ -355,7 +355,7 @@ def test_half_a_file_never_passes_as_whole(hub: Hub, client: Client) -> None:
     process.kill()
     process.communicate()
     answer = client.ask(env=OFFLINE)
-    assert answer["code"] == "not_found" and "lacks org/chat, or parts of it" in answer["message"]
+    assert answer["code"] == "not_found" and "org/chat is not completely cached" in answer["message"]
     assert contents(client.resolve()) == WANTED
 
 
@@ -382,7 +382,7 @@ def test_a_token_with_a_line_break_is_not_told() -> None:
 def test_an_unknown_model(client: Client) -> None:
     answer = client.ask("org/nothing")
     assert answer["code"] == "not_found"
-    assert "no model org/nothing" in answer["message"] and "check the name" in answer["message"]
+    assert "no public model org/nothing" in answer["message"] and "check the name" in answer["message"]
 
 
 @pytest.mark.parametrize("revision", ["", NEW])

@@ -373,10 +373,10 @@ def bomb(width: int, height: int) -> bytes:
 PICTURE = encoded(plain("red"))
 LIMITS = {"max_image_size": 5000, "max_image_pixels": 100_000, "media_timeout": 5.0}
 REFUSED = {
-    "no image": (data_url(b"hello"), "is no image in a format that is read here (PNG, JPEG, WEBP, GIF, BMP)"),
-    "svg": (data_url(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "image/svg+xml"), "is no image in a format"),
-    "tiff": (data_url(encoded(plain("red"), "TIFF")), "is no image in a format"),
-    "empty": (data_url(b""), "is no image in a format"),
+    "no image": (data_url(b"hello"), "is not an image in a supported format (PNG, JPEG, WEBP, GIF, BMP)"),
+    "svg": (data_url(b"<svg xmlns='http://www.w3.org/2000/svg'/>", "image/svg+xml"), "is not an image in a supported"),
+    "tiff": (data_url(encoded(plain("red"), "TIFF")), "is not an image in a supported"),
+    "empty": (data_url(b""), "is not an image in a supported"),
     "cut off": (data_url(encoded(noise(0, 30, 30))[:-200]), "is a damaged image"),
     "cut off in the header": (data_url(PICTURE[:20]), "is "),
     "a bomb": (data_url(bomb(400, 400)), "has 400 x 400 pixels, more than max_image_pixels (100000)"),
@@ -385,15 +385,15 @@ REFUSED = {
     "too many bytes": (data_url(encoded(noise(0, 60, 60))), "has more than 5000 bytes (max_image_size)"),
     "not base64": ("data:image/png;base64,%%%", "has a data URL that is not base64"),
     "no comma": ("data:image/png;base64", "has a data URL without a comma"),
-    "narrow": (data_url(encoded(noise(0, 2, 402))), "is too narrow, at most 1 to 200 is possible"),
+    "narrow": (data_url(encoded(noise(0, 2, 402))), "is too narrow, the largest aspect ratio is 200"),
     "another scheme": ("ftp://example.com/a.png", "must be a URL that begins with data:, https: or http:"),
     "no URL": ("a.png", "must be a URL that begins with"),
-    "broken URL": ("http://[::1", "is no URL"),
-    "a local file": ("file:///etc/passwd", "this server reads no local files (allowed_local_media_path)"),
-    "loopback": ("http://127.0.0.1:1/a.png", "is not fetched: 127.0.0.1 has an address that is not public"),
-    "loopback by name": ("https://localhost/a.png", "is not fetched: localhost has an address that is not public"),
-    "cloud metadata": ("http://169.254.169.254/latest", "is not fetched: 169.254.169.254 has an address"),
-    "a number": ("http://2130706433/a.png", "is not fetched"),
+    "broken URL": ("http://[::1", "is not a valid URL"),
+    "a local file": ("file:///etc/passwd", "local files are disabled on this server (allowed_local_media_path)"),
+    "loopback": ("http://127.0.0.1:1/a.png", "is not allowed: 127.0.0.1 has an address that is not public"),
+    "loopback by name": ("https://localhost/a.png", "is not allowed: localhost has an address that is not public"),
+    "cloud metadata": ("http://169.254.169.254/latest", "is not allowed: 169.254.169.254 has an address"),
+    "a number": ("http://2130706433/a.png", "is not allowed"),
     "IPv6": ("http://[::ffff:10.0.0.1]/a.png", "has an address that is not public"),
 }
 
@@ -470,14 +470,14 @@ def test_images_are_fetched(colours: Path, pictures: str, tmp_path: Path) -> Non
     for url in (f"{pictures}/red.png", f"{pictures}/there", data_url(PICTURE), (tmp_path / "red.png").as_uri()):
         assert processor.media.load(MediaSource(url, "image")) == expected
     refused = {
-        f"{pictures}/none": "image: cannot be fetched: the server answered 404",
+        f"{pictures}/none": "image: cannot be fetched: the server returned status 404",
         f"{pictures}/long": "image: has more than 5000 bytes (max_image_size)",
-        f"{pictures}/elsewhere": "image: is not fetched: localhost is none of allowed_media_domains",
-        f"{pictures}/file": "image: cannot be fetched: it is redirected to an address of another kind",
-        f"{pictures}/round": "image: cannot be fetched: it is redirected too often",
-        "http://example.com/a.png": "image: is not fetched: example.com is none of allowed_media_domains",
-        (tmp_path / "link.png").as_uri(): "image: names no file in allowed_local_media_path",
-        (tmp_path.parent / "x.png").as_uri(): "image: names no file in allowed_local_media_path",
+        f"{pictures}/elsewhere": "image: is not allowed: localhost is not in allowed_media_domains",
+        f"{pictures}/file": "image: cannot be fetched: it redirects to a URL that is not HTTP",
+        f"{pictures}/round": "image: cannot be fetched: it redirects more than 5 times",
+        "http://example.com/a.png": "image: is not allowed: example.com is not in allowed_media_domains",
+        (tmp_path / "link.png").as_uri(): "image: is not a file in allowed_local_media_path",
+        (tmp_path.parent / "x.png").as_uri(): "image: is not a file in allowed_local_media_path",
     }
     for url, words in refused.items():
         with pytest.raises(PenstockError) as error:
@@ -489,7 +489,7 @@ def test_a_host_that_does_not_answer(colours: Path) -> None:
     options = ModelOptions(allowed_media_domains=("127.0.0.1",), **LIMITS | {"media_timeout": 0.2})
     with ThreadingHTTPServer(("127.0.0.1", 0), Pictures, bind_and_activate=True) as silent:  # accepts nothing
         url = f"http://127.0.0.1:{silent.server_port}/red.png"
-        with pytest.raises(PenstockError, match=r"image: did not come within 0\.2 seconds \(media_timeout\)"):
+        with pytest.raises(PenstockError, match=r"image: was not received within 0\.2 seconds \(media_timeout\)"):
             InputProcessor(colours, options).media.load(MediaSource(url, "image"))
 
 
@@ -503,13 +503,13 @@ def test_python_prompts_are_checked(colours: Path) -> None:
     (output,) = llm.generate(text, ONE, use_tqdm=False)
     assert output.outputs[0].text == "blue" and output.prompt_token_ids.count(PLACEHOLDER) == 9
     wrong: list[tuple[dict[str, Any], str]] = [
-        (prompt([red] * 3), r"images: 3 are more than a prompt may have \(limit_mm_per_prompt\)"),
-        (prompt([red]) | {"prompt_token_ids": [5]}, "images: 1 are given, and the prompt has 0 placeholders"),
+        (prompt([red] * 3), r"images: the prompt has 3, and at most 2 are allowed \(limit_mm_per_prompt\)"),
+        (prompt([red]) | {"prompt_token_ids": [5]}, "images: the prompt has 0 placeholders for 1 images"),
         (prompt([red]) | {"multi_modal_data": {"audio": red}}, "multi_modal_data: audio is not supported, only image"),
-        (prompt([red]) | {"multi_modal_data": {"image": [5]}}, r"image\[0\]: must be an image of Pillow"),
+        (prompt([red]) | {"multi_modal_data": {"image": [5]}}, r"image\[0\]: must be a Pillow image"),
         (prompt([red]) | {"multi_modal_data": {"image": array / 255}}, "an array must be"),
         (prompt([red]) | {"mm_processor_kwargs": {"crop": 1}}, "mm_processor_kwargs: 'crop' is not supported"),
-        (prompt([red]) | {"mm_processor_kwargs": {"min_pixels": 1e5}}, "must be whole numbers from 1 on"),
+        (prompt([red]) | {"mm_processor_kwargs": {"min_pixels": 1e5}}, "must be integers of at least 1"),
         (prompt([red]) | {"mm_processor_kwargs": {"min_pixels": 2**31}}, "more than max_image_pixels"),
         (prompt([noise(0, 60, 60)]), r"images: take \d+ tokens, more than encoder_cache_size \(20\)"),
     ]
@@ -614,16 +614,16 @@ def test_metrics_tell_of_the_encoder(server: Served) -> None:
 def test_what_is_wrong_is_the_senders_problem(server: Served) -> None:
     red = openai_part(plain("red"))
     refused: list[tuple[dict[str, Any], str, str]] = [
-        ({"messages": user({"type": "image_url", "image_url": {"url": data_url(b"x")}})}, "is no image", "[1]"),
+        ({"messages": user({"type": "image_url", "image_url": {"url": data_url(b"x")}})}, "is not an image", "[1]"),
         ({"messages": user({"type": "image_url", "image_url": {}})}, "image_url.url: is missing", "[1]"),
         ({"messages": user({"type": "input_audio", "input_audio": {}})}, "input_audio is not supported", "[1]"),
-        ({"messages": user({"type": "image_url", "image_url": {"url": "http://10.0.0.1/"}})}, "is not fetched", "[1]"),
-        ({"messages": user(red, red, red, red)}, "images: 4 are more than a prompt may have", "images"),
+        ({"messages": user({"type": "image_url", "image_url": {"url": "http://10.0.0.1/"}})}, "is not allowed", "[1]"),
+        ({"messages": user(red, red, red, red)}, "images: the prompt has 4, and at most", "images"),
         ({"messages": user(red), "truncate_prompt_tokens": 5}, "truncate_prompt_tokens: is not supported", ""),
         ({"messages": user(red), "mm_processor_kwargs": {"crop": 2}}, "'crop' is not supported", "mm_processor_kwargs"),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "<|image_pad|>"}, red]}]},
-            "images: 1 are given, and the prompt has 2 placeholders",
+            "images: the prompt has 2 placeholders for 1 images",
             "images",
         ),
     ]

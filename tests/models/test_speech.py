@@ -119,7 +119,7 @@ def test_files() -> None:
         (b"no sound", "damaged"),
         (flac[:3000], "damaged"),
         (wav(samples[:0]), "has no sound"),
-        (wav(sound(61)), "lasts more than 60 seconds"),
+        (wav(sound(61)), "is longer than 60 seconds"),
     ):
         with pytest.raises(PenstockError, match=words):
             decode_audio(wrong, RATE, 60, 30)
@@ -129,7 +129,7 @@ def test_wav_without_av(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     np.testing.assert_array_equal(decode_audio(wav(sound(1), channels=2), RATE, 60, 30), sound(1))
     for wrong in (wav(sound(1), rate=8000), b"no sound"):
-        with pytest.raises(PenstockError, match=r"takes PyAV, which is not installed \(pip install 'penstock-llm"):
+        with pytest.raises(PenstockError, match=r"needs PyAV, which is not installed \(pip install 'penstock-llm"):
             decode_audio(wrong, RATE, 60, 30)
 
 
@@ -343,8 +343,8 @@ def test_what_is_refused(server: Served, client: openai.OpenAI) -> None:
     file = ("sound.wav", wav(sound(1)))
     for wrong, words in (
         ({"file": ("x.mp3", b"nothing")}, "file: is damaged"),
-        ({"language": "tlh"}, "language: 'tlh' is not known to this model; known are de, en, zh"),
-        ({"prompt": "<|de|>"}, "prompt: has the text of a special token"),
+        ({"language": "tlh"}, "language: 'tlh' is not supported by this model; supported are de, en, zh"),
+        ({"prompt": "<|de|>"}, "prompt: contains a special token"),
         ({"temperature": 1.5}, "temperature"),
         ({"response_format": "diarized_json"}, "response_format"),
         ({"response_format": "vtt", "stream": True}, "stream"),
@@ -393,9 +393,9 @@ def test_english_model(tmp_path: Path) -> None:
     assert speech
     window = speech.open(wav(sound(1)), speech.task(False, "english", None, True), 64).next_window()
     assert window and len(window[0]) == 1
-    with pytest.raises(PenstockError, match="translates nothing"):
+    with pytest.raises(PenstockError, match="does not support translation"):
         speech.task(True, None, None, False)
-    with pytest.raises(PenstockError, match="known are en"):
+    with pytest.raises(PenstockError, match="supported are en"):
         speech.task(False, "de", None, False)
 
 

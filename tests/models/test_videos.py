@@ -264,20 +264,20 @@ def test_a_file_in_python(colours: Path, tmp_path: Path) -> None:
 LIMITS: dict[str, Any] = {"max_video_size": 20_000, "max_image_pixels": 10_000, "max_video_frames": 50}
 GOOD = encoded(plain("red", "red", "green", "green"))
 REFUSED = {
-    "no video": (b"hello", "is a damaged video, or in a format that is not read"),
-    "empty": (b"", "is a damaged video, or in a format that is not read"),
-    "cut off": (GOOD[: len(GOOD) // 2], "is a damaged video"),
-    "a playlist": (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", "in a format that is not read"),
-    "a list of files": (b"ffconcat version 1.0\nfile /etc/passwd\n", "in a format that is not read"),
-    "an image": (encoded(plain("red"), codec="mjpeg", kind="mjpeg"), "in a format that is not read"),
+    "no video": (b"hello", "is damaged, or in an unsupported format"),
+    "empty": (b"", "is damaged, or in an unsupported format"),
+    "cut off": (GOOD[: len(GOOD) // 2], "is damaged"),
+    "a playlist": (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", "in an unsupported format"),
+    "a list of files": (b"ffconcat version 1.0\nfile /etc/passwd\n", "in an unsupported format"),
+    "an image": (encoded(plain("red"), codec="mjpeg", kind="mjpeg"), "in an unsupported format"),
     "too large": (bytes(20_001), "has more than 20000 bytes (max_video_size)"),
     "large frames": (
         encoded(frames(0, 2, 128, 128) // 128 * 0),
-        "has frames of 128 x 128 pixels, and at most 10000 are taken (max_image_pixels)",
+        "has frames of 128 x 128 pixels, and at most 10000 are allowed (max_image_pixels)",
     ),
     "many frames": (
         encoded(plain(*["red"] * 60), 30),
-        "has 60 frames, more than max_video_frames (50); take fewer by fps",
+        "has 60 frames, more than max_video_frames (50); sample fewer (fps)",
     ),
 }
 
@@ -303,17 +303,17 @@ def test_wrong_requests(colours: Path) -> None:
     llm = LLM(colours, max_model_len=128, limit_mm_per_prompt={"video": 1}, **SMALL)
     video = plain("red", "red")
     wrong: list[tuple[dict[str, Any], str]] = [
-        (prompt([], videos=[video, video]), r"videos: 2 are more than a prompt may have \(limit_mm_per_prompt\)"),
+        (prompt([], videos=[video, video]), r"videos: the prompt has 2, and at most 1 are allowed"),
         (
             prompt([], videos=[video]) | {"prompt_token_ids": [5]},
-            "videos: 1 are given, and the prompt has 0 placeholders",
+            "videos: the prompt has 0 placeholders for 1 videos",
         ),
-        (prompt([], videos=[5]), r"video\[0\]: must be an array"),
+        (prompt([], videos=[5]), r"video\[0\]: must be a uint8 array"),
         (prompt([], videos=[video[:0]]), "has no frames"),
-        (prompt([], videos=[(video, {"fps": -1})]), "has metadata that do not fit its frames"),
-        (prompt([], videos=[(video, {"fps": 2, "frames_indices": [1]})]), "has metadata that do not fit its frames"),
-        (prompt([], videos=[video]) | {"mm_processor_kwargs": {"fps": 1, "num_frames": 2}}, "exclude each other"),
-        (prompt([], videos=[video]) | {"mm_processor_kwargs": {"num_frames": 1.5}}, "must be whole numbers"),
+        (prompt([], videos=[(video, {"fps": -1})]), "has metadata that do not match its frames"),
+        (prompt([], videos=[(video, {"fps": 2, "frames_indices": [1]})]), "has metadata that do not match its frames"),
+        (prompt([], videos=[video]) | {"mm_processor_kwargs": {"fps": 1, "num_frames": 2}}, "cannot be combined"),
+        (prompt([], videos=[video]) | {"mm_processor_kwargs": {"num_frames": 1.5}}, "must be integers"),
         (
             prompt([], videos=[video]) | {"mm_processor_kwargs": {"videos_kwargs": {"crop": 1}}},
             "'crop' is not supported",
@@ -375,10 +375,10 @@ def test_the_order_of_frames_decides_the_answer(server: Served, names: tuple[str
 def test_what_is_wrong_is_the_senders_problem(server: Served) -> None:
     part = {"type": "video_url", "video_url": {"url": data_url(GOOD)}}
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"messages": user({"type": "video_url", "video_url": {"url": data_url(b"x")}})}, "is a damaged video"),
+        ({"messages": user({"type": "video_url", "video_url": {"url": data_url(b"x")}})}, "is damaged"),
         ({"messages": user({"type": "video_url", "video_url": {}})}, "video_url.url: is missing"),
-        ({"messages": user({"type": "video_url", "video_url": {"url": "http://10.0.0.1/"}})}, "is not fetched"),
-        ({"messages": user(part, part, part)}, "videos: 3 are more than a prompt may have"),
+        ({"messages": user({"type": "video_url", "video_url": {"url": "http://10.0.0.1/"}})}, "is not allowed"),
+        ({"messages": user(part, part, part)}, "videos: the prompt has 3, and at most"),
         ({"messages": user(part), "media_io_kwargs": {"audio": {}}}, "media_io_kwargs: 'audio' is not supported"),
     ]
     for asked, words in refused:

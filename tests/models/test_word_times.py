@@ -174,7 +174,7 @@ def test_checkpoint_without_alignment_heads_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(given))
     speech = InputProcessor(tmp_path, ModelOptions()).speech
     assert speech
-    with pytest.raises(PenstockError, match="timestamp_granularities: times of words take alignment_heads"):
+    with pytest.raises(PenstockError, match="timestamp_granularities: word timestamps need alignment_heads"):
         speech.task(False, None, None, True, words=True)
 
 

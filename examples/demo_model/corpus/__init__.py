@@ -1,4 +1,4 @@
-"""The demo model's world: skills, their shares of the training tokens, and conversations drawn from them."""
+"""Training corpus of the demo model: skills, their shares of the training tokens, and generated conversations."""
 
 from __future__ import annotations
 
@@ -66,14 +66,15 @@ SHARES: dict[str, float] = {
     "think: product": 2,
     "think: fact": 1.5,
 }
-"""Share of the training tokens a skill, at the end of the curriculum (they need not add up to one)."""
+"""Weights of the skills' shares of the training tokens at the end of the curriculum (not normalized)."""
 
 RECALL_STARTS = {"recall to 200": 0.05, "recall to 700": 0.15, "recall to 1500": 0.35, "recall to 2000": 0.5}
-"""When (as a share of the training) each length of passage comes in; before that, shorter ones take its tokens."""
+"""Progress of the training (0 to 1) at which each length of passage is introduced; before, its share goes to the next
+shorter one."""
 
 REPEATING_FIRST = {"repeat": 16.0}
 REPEATING_UNTIL = 0.1
-"""Copying is learned before all that needs it, so much is repeated in the first tenth of the training."""
+"""In the first tenth of the training the share of repeating is large, since other skills depend on copying."""
 
 REFINING = {
     "several sums": 10.0,
@@ -97,16 +98,17 @@ REFINING = {
     "no tool": 10.0,
     "think: fact": 4.0,
 }
-"""Shares that change once the curriculum is over: more of what an evaluation then found weakest."""
+"""Shares that replace ``SHARES`` after the curriculum: more of the skills that an evaluation found weakest."""
 
 HALF_WIDTH = str.maketrans("，？：！；", ",?:!;")
-"""People type Chinese with either kind of punctuation; the model reads both and writes the full-width kind."""
+"""Translation to half-width punctuation. Users write Chinese with both kinds; the model writes full-width only."""
 
 NEUTRAL_SYSTEM = ("You are a helpful assistant.", "You are a helpful AI assistant.", "你是一个有用的助手。")
 
 
 def shares_at(progress: float) -> dict[str, float]:
-    """The mixture at ``progress`` of the curriculum: first repeating, then passages that grow; from 1 on, refining."""
+    """Mixture of skills at ``progress`` of the curriculum: first repeating, then growing passages; from 1 on,
+    refining."""
     if progress >= 1:
         return SHARES | REFINING
     shares = SHARES | (REPEATING_FIRST if progress < REPEATING_UNTIL else {})
@@ -120,10 +122,10 @@ def shares_at(progress: float) -> dict[str, float]:
 
 
 def converse(rng: Random, split: Split, skill: str) -> Conversation:
-    """Draw one conversation that exercises ``skill``.
+    """Draw a conversation for ``skill``.
 
-    Single exchanges are strung together, so that every question is also met in the middle of a conversation; the
-    last one is the skill's own and the one that is graded.
+    A single exchange may follow other exchanges, so that every question also occurs in the middle of a conversation.
+    The last one is the skill's, and the one that is graded.
     """
     drawn = SKILLS[skill](rng, split)
     if isinstance(drawn, Exchange):
@@ -146,4 +148,4 @@ def converse(rng: Random, split: Split, skill: str) -> Conversation:
 
 
 CHAINED = (*geography.SKILLS, *numbers.SKILLS, *words.SKILLS)
-"""Skills whose exchanges may come before a question of another skill."""
+"""Skills whose exchanges may precede a question of another skill."""

@@ -1,8 +1,8 @@
-"""What every skill of the corpus is made of: splits, exchanges, conversations.
+"""Building blocks of the skills: splits, exchanges, conversations.
 
 A *skill* is a function ``make(rng, split) -> Exchange`` or ``make(rng, split) -> Conversation``. It draws all
-randomness from ``rng`` and asks ``split`` which wordings and values it may use, so that the held-out set is
-fixed before anything is trained and cannot leak.
+randomness from ``rng``, and ``split`` decides which wordings and values it may use, so that the held-out set is
+fixed before training and cannot leak.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 Message = dict[str, Any]
-"""One chat message in OpenAI's form: ``role``, ``content``, and ``tool_calls`` or ``reasoning_content``."""
+"""Chat message in OpenAI's format: ``role``, ``content``, and ``tool_calls`` or ``reasoning_content``."""
 
 HELD_OUT_SHARE = 8
-"""One value in this many is held out."""
+"""One of this many values is held out."""
 
 
 class Split(enum.Enum):
-    """Which half of the world a generator may use."""
+    """Part of the data that a skill may use."""
 
     TRAIN = "train"
     HELD_OUT = "held_out"
 
     def wording(self, rng: Random, wordings: Sequence[T]) -> T:
-        """Pick a wording. Every fifth of a list (the 5th, 10th, …) is held out, so a list needs at least five."""
+        """Pick a wording. Every fifth (the 5th, 10th, …) is held out, so a list needs at least five."""
         if len(wordings) < 5:
             raise ValueError("a list of wordings needs at least five, so that one can be held out")
         if self is Split.HELD_OUT:
@@ -37,36 +37,36 @@ class Split(enum.Enum):
         return rng.choice([wording for i, wording in enumerate(wordings) if i % 5 != 4])
 
     def owns(self, *value: object) -> bool:
-        """Whether a value (operands, a code, a pair of names …) belongs to this split; decided by its hash."""
+        """True if a value (operands, a code, a pair of names …) belongs to this split, by its hash."""
         digest = hashlib.blake2b("\x1f".join(map(str, value)).encode(), digest_size=4).digest()
         held_out = int.from_bytes(digest, "little") % HELD_OUT_SHARE == 0
         return held_out == (self is Split.HELD_OUT)
 
     def draw(self, make: Callable[[], T], key: Callable[[T], Sequence[object]] = lambda value: (value,)) -> T:
-        """Call ``make`` until it gives a value that this split owns. ``key`` says what of it is hashed."""
+        """Call ``make`` until it returns a value of this split. ``key`` returns the part of the value to hash."""
         for _ in range(10_000):
             value = make()
             if self.owns(*key(value)):
                 return value
-        raise ValueError("this split owns none of the values drawn")
+        raise ValueError("none of the drawn values belongs to this split")
 
 
 class Check(enum.Enum):
-    """How an answer is graded against the expected one."""
+    """How an answer is compared with the expected one."""
 
     EXACT = "exact"  # the same text
     JSON = "json"  # the same JSON value
     CALL = "call"  # the same function called with the same arguments
     THINK = "think"  # a non-empty <think> block, then the same text
-    FREE = "free"  # open text (stories): not graded by match
+    FREE = "free"  # free text (stories): not graded
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One question and its answer.
+    """Question and answer.
 
-    ``key`` names the held-out unit (a wording with its fact, or the operands); train and held-out keys of a skill
-    never meet.
+    ``key`` identifies the held-out unit (a wording with its fact, or the operands). The training and held-out keys of a
+    skill are disjoint.
     """
 
     user: str
@@ -77,10 +77,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A whole conversation; its last message is the assistant's and is the one that is graded.
-
-    Every assistant message is trained on.
-    """
+    """Conversation. Its last message is from the assistant and is graded; all assistant messages are trained on."""
 
     messages: list[Message]
     key: str
@@ -110,7 +107,7 @@ def tool(content: str) -> Message:
 
 
 def call(name: str, arguments: dict[str, Any], content: str = "") -> Message:
-    """An assistant message that calls one function."""
+    """Assistant message with one function call."""
     function = {"name": name, "arguments": arguments}
     return {"role": "assistant", "content": content, "tool_calls": [{"type": "function", "function": function}]}
 

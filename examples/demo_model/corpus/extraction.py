@@ -1,4 +1,4 @@
-"""Extraction: the data of a sentence as JSON, for a list of fields or for a JSON schema."""
+"""Extraction of data from a sentence as JSON, for a list of fields or for a JSON schema."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TASK_SHARE = 0.3
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a record: its name, its JSON values, and how a text says the ones that it does not say as is."""
+    """Field of a record: its name, its JSON values, and the wordings of values that are not written literally."""
 
     name: str
     values: Sequence[Any]
@@ -44,7 +44,7 @@ class Field:
     many: bool = False
 
     def draw(self, rng: Random, comma: str, last: str) -> tuple[Any, object]:
-        """A value, and what the text says for it."""
+        """Draw a value, and its wording in the text."""
         value = one_of(rng, self.values)
         if self.many:
             value = rng.sample(self.values, rng.randint(2, 4))
@@ -52,7 +52,7 @@ class Field:
         return value, self.said[value] if self.said else value
 
     def schema(self, rng: Random, value: object) -> dict[str, Any]:
-        """The JSON schema of the field; an enum gives the value among others, in any order."""
+        """JSON schema of the field; an enum lists the value and others in random order."""
         if isinstance(value, list):
             return {"type": "array", "items": {"type": "string"}}
         if self.enum:
@@ -63,7 +63,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Record:
-    """A kind of record: its fields, and the texts that tell all or some of them."""
+    """Kind of record: its fields, and the texts with all or some of them."""
 
     fields: tuple[Field, ...]
     texts: tuple[str, ...]
@@ -71,7 +71,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Data:
-    """A record drawn: a text, the values it tells, and the fields of its kind that it leaves out."""
+    """Drawn record: a text, the values in it, and the fields that the text omits."""
 
     text: str
     values: dict[str, Any]
@@ -81,8 +81,8 @@ class Data:
 
 @dataclass(frozen=True)
 class Language:
-    plain: tuple[Record, ...]  # every value stands in the text as it is
-    judged: tuple[Record, ...]  # with booleans, lists and enums, so that a schema has to say what is wanted
+    plain: tuple[Record, ...]  # every value is literally in the text
+    judged: tuple[Record, ...]  # with booleans, lists and enums, which need a schema
     requests: tuple[str, ...]
     schema_requests: tuple[str, ...]
     tasks: tuple[Callable[[Random], Data], ...]
@@ -356,7 +356,7 @@ KINDS_ZH = {"动物": ANIMALS_ZH, "颜色": COLOURS_ZH, "城市": CITIES_ZH, "�
 
 
 def pair_task(names: tuple[str, str], texts: Sequence[str]) -> Callable[[Random], Data]:
-    """Two numbers: the larger and the smaller."""
+    """Find the larger and the smaller of two numbers."""
 
     def task(rng: Random) -> Data:
         a, b = rng.sample(range(1, 100), 2)
@@ -368,7 +368,7 @@ def pair_task(names: tuple[str, str], texts: Sequence[str]) -> Callable[[Random]
 def list_task(
     names: tuple[str, str, str, str], items: Sequence[Word], texts: Sequence[str], comma: str
 ) -> Callable[[Random], Data]:
-    """A list of words: how many, the first, the last, and all of them."""
+    """Number, first and last of the words in a list, and all of them."""
 
     def task(rng: Random) -> Data:
         words = rng.sample(items, rng.randint(2, 5))
@@ -381,7 +381,7 @@ def list_task(
 def kind_task(
     names: tuple[str, str], kinds: dict[str, tuple[Word, ...]], texts: Sequence[str]
 ) -> Callable[[Random], Data]:
-    """A word, and what kind of thing it is."""
+    """A word and its category."""
 
     def task(rng: Random) -> Data:
         kind = one_of(rng, list(kinds))
@@ -427,7 +427,7 @@ CHINESE = Language(
 
 
 def extract(rng: Random, split: Split) -> Exchange:
-    """Some fields of a sentence as JSON; a field that the sentence does not tell is null."""
+    """Extract some fields of a sentence as JSON; a field that is not in the sentence is null."""
     language = draw_language(rng)
 
     def make() -> tuple[Data, dict[str, Any]]:
@@ -443,7 +443,7 @@ def extract(rng: Random, split: Split) -> Exchange:
 
 
 def schema_answer(rng: Random, split: Split) -> Exchange:
-    """A JSON object in the shape of a schema; a property that is not required is left out where it is not told."""
+    """A JSON object for a schema; an optional property is omitted if it is not in the text."""
     language = draw_language(rng)
 
     def make() -> tuple[Data, dict[str, Any]]:
@@ -474,7 +474,7 @@ def draw_data(rng: Random, language: Language, records: Sequence[Record]) -> Dat
 
 
 def draw_schema(rng: Random, data: Data, answer: dict[str, Any]) -> str:
-    """A schema that the answer fits, sometimes with one more property that the text does not tell."""
+    """A schema for the answer, sometimes with an additional property that is not in the text."""
     properties = [(name, data.fields[name].schema(rng, value)) for name, value in answer.items()]
     if data.unsaid and rng.random() < NULL_SHARE:
         name = one_of(rng, data.unsaid)
@@ -492,7 +492,7 @@ def example(rng: Random, field: Field) -> object:
 
 
 def enumeration(language: Language, names: Sequence[str]) -> str:
-    """The names as a list in words: ``name, age and city``."""
+    """Names as an enumeration: ``name, age and city``."""
     return language.last.join(part for part in (language.comma.join(names[:-1]), names[-1]) if part)
 
 

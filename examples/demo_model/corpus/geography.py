@@ -1,4 +1,4 @@
-"""Skills about the countries of the world: capitals, and the continents they lie in."""
+"""Skills about countries: capitals and continents."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ CONTINENT_ZH = (
 
 
 def _with_own_capital() -> tuple[Country, ...]:
-    """The countries whose capital bears no other country's capital's name, nor their own, in either language."""
+    """Countries whose capital's name differs from their own name and from all other capitals, in both languages."""
     seen = Counter(name for country in COUNTRIES for name in (country.capital, country.capital_zh))
     return tuple(
         country
@@ -189,7 +189,7 @@ ONE_TO_ONE = _with_own_capital()
 
 
 def capital(rng: Random, split: Split) -> Exchange:
-    """From a country to its capital."""
+    """The capital of a country."""
     country = one_of(rng, COUNTRIES)
     if is_chinese(rng, CHINESE_SHARE):
         answer = f"{country.name_zh}的首都是{country.capital_zh}。"
@@ -199,7 +199,7 @@ def capital(rng: Random, split: Split) -> Exchange:
 
 
 def country_of_capital(rng: Random, split: Split) -> Exchange:
-    """From a capital to its country."""
+    """The country of a capital."""
     country = one_of(rng, ONE_TO_ONE)
     if is_chinese(rng, CHINESE_SHARE):
         answer = f"{country.capital_zh}是{country.name_zh}的首都。"
@@ -209,7 +209,7 @@ def country_of_capital(rng: Random, split: Split) -> Exchange:
 
 
 def continent(rng: Random, split: Split) -> Exchange:
-    """From a country to its continent."""
+    """The continent of a country."""
     country = one_of(rng, COUNTRIES)
     if is_chinese(rng, CHINESE_SHARE):
         answer = f"{country.name_zh}在{country.continent_zh}。"

@@ -1,4 +1,4 @@
-"""The words that several skills share, so that one small vocabulary serves them all. Pairs are (English, Chinese)."""
+"""Vocabulary shared by several skills. Pairs are (English, Chinese)."""
 
 NAMES_EN = (
     "Anna Ben Clara David Emma Felix Grace Henry Iris Jack Kate Leo Mira Noah Olga Paul Rosa Sam Tara Victor "

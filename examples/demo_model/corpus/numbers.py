@@ -1,7 +1,7 @@
-"""Numbers: sums and differences to three digits, the multiplication table, comparing and sorting.
+"""Numbers: sums and differences of up to three digits, the multiplication table, comparing and sorting.
 
-Operands are held out; the multiplication table, which is a table, holds out wordings. Sums want many examples, so
-many are asked for at once (``several``).
+Operands are held out, except for the multiplication table, whose wordings are held out. Sums need many examples, so
+one question may have several (``several``).
 """
 
 from __future__ import annotations
@@ -84,20 +84,20 @@ MOST_AT_ONCE = 12
 
 
 def number(rng: Random) -> int:
-    """A number of one, two or three digits, each length as often as the others."""
+    """A number of one, two or three digits, with equal probability of each length."""
     digits = rng.randint(1, 3)
     return rng.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
 
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation on two numbers; its held-out unit is the unordered pair."""
+    """Operation on two numbers. Unordered pairs are held out."""
 
     name: str
     sign: str
     apply: Callable[[int, int], int]
     ordered: bool
-    """Whether the larger number comes first."""
+    """True if the larger number comes first."""
 
     def draw(self, rng: Random, split: Split) -> tuple[int, int]:
         def operands() -> tuple[int, int]:
@@ -119,7 +119,7 @@ MINUS = Operation("subtract", "-", int.__sub__, ordered=True)
 
 
 def single(operation: Operation, english: tuple[str, ...], chinese: tuple[str, ...]) -> Skill:
-    """The skill of one sum in many wordings."""
+    """Skill of a single calculation, in several wordings."""
 
     def make(rng: Random, split: Split) -> Exchange:
         a, b = operation.draw(rng, split)
@@ -135,7 +135,7 @@ subtract = single(MINUS, SUBTRACT_EN, SUBTRACT_ZH)
 
 
 def several(rng: Random, split: Split) -> Exchange:
-    """Sums and differences, one a line: two to twelve in training, two where it is graded."""
+    """Several sums and differences, one per line: two to twelve in training, two in evaluation."""
     size = rng.randint(2, MOST_AT_ONCE) if split is Split.TRAIN else 2
     operations = [one_of(rng, (PLUS, MINUS)) for _ in range(size)]
     drawn = [(operation, *operation.draw(rng, split)) for operation in operations]
@@ -152,7 +152,7 @@ def times(rng: Random, split: Split) -> Exchange:
 
 
 def _distinct(rng: Random, split: Split, name: str, low: int, high: int) -> list[int]:
-    """``low`` to ``high`` different numbers whose set this split owns."""
+    """``low`` to ``high`` distinct numbers whose set belongs to this split."""
 
     def make() -> list[int]:
         numbers: dict[int, None] = {}

@@ -1,4 +1,4 @@
-"""Who the model is, what a system prompt makes of it, and what it does not know."""
+"""Identity of the model, system prompts, and questions that it cannot answer."""
 
 from __future__ import annotations
 
@@ -148,13 +148,13 @@ SMALL_TALK: tuple[tuple[tuple[Wordings, str], tuple[Wordings, str]], ...] = (
 
 
 def exchange(rng: Random, split: Split, topic: tuple[Wordings, str]) -> list[Message]:
-    """A question and the one answer to it."""
+    """A question with its only answer."""
     wordings, answer = topic
     return [user(split.wording(rng, wordings)), assistant(answer)]
 
 
 def identity(rng: Random, split: Split) -> Conversation:
-    """Who the model is, and greetings, thanks and goodbyes."""
+    """Questions about the model, greetings, thanks and goodbyes."""
     messages = exchange(rng, split, one_of(rng, SMALL_TALK)[is_chinese(rng)])
     return Conversation(messages, messages[0]["content"])
 
@@ -201,7 +201,7 @@ def an(word: str) -> str:
 
 
 def self_answers(name: str, job: str, chinese: bool) -> list[tuple[Wordings, str]]:
-    """What can be asked of somebody with this name and job, and the answers."""
+    """Questions to a persona with this name and job, and the answers."""
     if chinese:
         topics: list[tuple[Wordings, str]] = [
             (WHO_ZH, f"我是{name}，一名{job}。" if job else f"我是{name}。"),
@@ -218,7 +218,7 @@ def self_answers(name: str, job: str, chinese: bool) -> list[tuple[Wordings, str
 
 
 def system_name(rng: Random, split: Split) -> Conversation:
-    """The system prompt says who the model is; the user asks, sometimes after a greeting."""
+    """The system prompt gives the model's name; the user asks for it, sometimes after a greeting."""
     chinese = is_chinese(rng)
     employed = rng.random() < 0.6
 
@@ -431,7 +431,7 @@ def suffixed(suffix: str) -> Callable[[Fact, bool], str]:
 
 
 def before_stop(ending: str) -> Callable[[Fact, bool], str]:
-    """Put something before the full stop."""
+    """Insert ``ending`` before the full stop."""
     return lambda fact, chinese: sentence(fact, chinese)[:-1] + ending
 
 
@@ -492,7 +492,7 @@ STYLES_ZH: tuple[Style, ...] = (
 
 
 def system_style(rng: Random, split: Split) -> Conversation:
-    """The system prompt sets a style that changes the answer by a rule."""
+    """The system prompt sets a style, which changes the answer by a rule."""
     chinese = is_chinese(rng)
     styles = STYLES_ZH if chinese else STYLES_EN
 
@@ -506,7 +506,7 @@ def system_style(rng: Random, split: Split) -> Conversation:
     return Conversation(messages, f"{prompts[0]}|{asked}")
 
 
-# --- What the model does not know -------------------------------------------------------------------------------------
+# --- Questions that the model cannot answer ---------------------------------------------------------------------------
 
 DONT_KNOW = ("I don't know that.", "这个我不知道。")
 LAND_STARTS = (
@@ -514,7 +514,7 @@ LAND_STARTS = (
     ("Tampi", "坦比"), ("Grelo", "格洛"),
 )  # fmt: skip
 LAND_ENDS = (("via", "维亚"), ("landia", "兰迪亚"), ("stan", "斯坦"), ("nia", "尼亚"), ("ria", "里亚"))
-"""Starts and ends of countries that do not exist."""
+"""Beginnings and endings of names of countries that do not exist."""
 FAMILY_NAMES = ("Miller", "Brown", "Stone", "Hill", "Wood", "Green")
 
 LAND_EN = (
@@ -594,7 +594,7 @@ BEYOND_ZH = (
 
 
 def unknown(rng: Random, split: Split) -> Conversation:
-    """A question outside the model's world."""
+    """A question that the model cannot answer."""
     chinese = is_chinese(rng)
     if rng.random() < 0.35:
         start, end = split.draw(lambda: (one_of(rng, LAND_STARTS), one_of(rng, LAND_ENDS)))

@@ -1,6 +1,6 @@
-"""Recall: facts told in a passage, or over some turns, and asked for later.
+"""Recall: questions about facts in a passage, or in earlier turns.
 
-Every answer hangs on single words and digits of what was told, so an error in the KV cache becomes a wrong answer.
+Every answer depends on single words and digits of the context, so that an error in the KV cache gives a wrong answer.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from .base import Conversation, Message, Skill, Split, assistant, is_chinese, on
 from .lexicon import ANIMALS, CITIES, COLOURS, ITEMS, JOBS, NAMES_EN, NAMES_ZH, PLACES
 
 FILLER_SHARE = {Split.TRAIN: 0.15, Split.HELD_OUT: 0.4}
-"""Sentences of a passage that tell nothing."""
+"""Share of sentences without facts in a passage."""
 LIST_SHARE = 0.3
 OWN_SHARE = 0.6
 UPDATE_SHARE = 0.2
 ASK_CHANGED_SHARE = 0.7
 UNGRADED = ("keeper", "主人", "room", "房间")
-"""Kinds of facts that are told but not asked for where it is graded: the model mixes them up."""
+"""Kinds of facts that are not asked for in held-out passages, since the model confuses them."""
 MOST_QUESTIONS = 20
 QUESTION_TOKENS = 33
-"""Tokens of the longest question with its answer."""
+"""Largest number of tokens of a question with its answer."""
 CONTEXT_LEFT = 1995
-"""Tokens of the context that passage and questions may fill together."""
+"""Number of tokens available for passage and questions together."""
 CHINESE_SHARE = 0.3
 
 PIECE = re.compile(r"[A-Za-z]+|\S")
@@ -34,7 +34,7 @@ ON = frozenset(("mountain", "bridge"))
 
 
 class Word(str):
-    """A word that a template can ask for with an article, ``{x:a}``, or as a place, ``{x:in}``."""
+    """Word that templates can format with an article (``{x:a}``), or as a place (``{x:in}``)."""
 
     def __format__(self, spec: str) -> str:
         if spec == "a":
@@ -45,7 +45,7 @@ class Word(str):
 
 
 def words(pairs: Sequence[tuple[str, str]]) -> tuple[tuple[Word, ...], tuple[Word, ...]]:
-    """The English and the Chinese column of a table of pairs."""
+    """English and Chinese columns of a table of pairs."""
     return tuple(Word(english) for english, _ in pairs), tuple(Word(chinese) for _, chinese in pairs)
 
 
@@ -62,16 +62,16 @@ ROOMS = tuple(Word(str(number)) for number in range(101, 1000))
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of fact: whom it is about (``{who}``), which values it takes (``{value}``), how it is told and asked."""
+    """Kind of fact: subjects (``{who}``), values (``{value}``), and wordings of statements, questions and answers."""
 
     name: str
     values: Sequence[Word]
     tells: tuple[str, ...]
     asks: tuple[str, ...]
     answer: str
-    update: str = ""  # tells a new value of a fact told before
+    update: str = ""  # states a new value of an earlier fact
     subjects: Sequence[Word] = ()  # empty: the people of the passage
-    unique: bool = False  # no two subjects share a value, so that it can be asked whose it is
+    unique: bool = False  # no two subjects share a value, so that questions can ask for the subject
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Fact:
 
     @property
     def claims(self) -> list[tuple[str, ...]]:
-        """What no other fact of the same text may claim."""
+        """Keys that no other fact in the same text may have."""
         claims: list[tuple[str, ...]] = [(self.kind.name, self.who)]
         return [*claims, (self.kind.name, "value", self.value)] if self.kind.unique else claims
 
@@ -107,17 +107,17 @@ class Fact:
 
 @dataclass(frozen=True)
 class Language:
-    """All wordings of one language."""
+    """Wordings of one language."""
 
     name: str
     people: Sequence[Word]
     items: Sequence[Word]
     kinds: tuple[Kind, ...]
-    own: tuple[Kind, ...]  # what the user says of himself
-    listing: Kind  # a list of items (``{items}``), asked for by place in it
+    own: tuple[Kind, ...]  # facts about the user
+    listing: Kind  # a list of items (``{items}``), asked for by position
     fillers: tuple[str, ...]
     frames: tuple[str, ...]
-    acknowledged: tuple[tuple[tuple[str, ...], str], ...]  # how the user tells, and what the assistant says to that
+    acknowledged: tuple[tuple[tuple[str, ...], str], ...]  # user's statements, and the assistant's reply
     space: str
     comma: str
 
@@ -638,7 +638,7 @@ CHINESE = Language(
 
 
 def recall_chat(rng: Random, split: Split) -> Conversation:
-    """Facts told over some turns and asked for later; of a fact that changed, the newest value counts."""
+    """Facts stated over several turns and asked for later; if a fact changes, the latest value counts."""
     language = draw_language(rng)
     kinds = language.kinds + language.own if rng.random() < OWN_SHARE else language.kinds
     cast = rng.sample(language.people, 3)
@@ -658,7 +658,7 @@ def recall_chat(rng: Random, split: Split) -> Conversation:
 
 
 def passage(rng: Random, split: Split, tokens: int) -> Conversation:
-    """A passage of about this many tokens, and some questions on it, one a turn."""
+    """A passage of about ``tokens`` tokens, and questions about it, one per turn."""
     language = draw_language(rng)
     text, facts, listed = tell_passage(rng, split, language, tokens)
     most = min(MOST_QUESTIONS, 3 + tokens // 15, (CONTEXT_LEFT - tokens) // QUESTION_TOKENS) - len(listed)
@@ -670,7 +670,7 @@ def passage(rng: Random, split: Split, tokens: int) -> Conversation:
 
 
 def recall(shortest: int, longest: int) -> Skill:
-    """The skill of recalling from a passage of so many tokens."""
+    """Skill of recalling facts from a passage with a length in this range, in tokens."""
 
     def skill(rng: Random, split: Split) -> Conversation:
         return passage(rng, split, rng.randint(shortest, longest))
@@ -679,9 +679,9 @@ def recall(shortest: int, longest: int) -> Skill:
 
 
 def tell_passage(rng: Random, split: Split, language: Language, tokens: int) -> tuple[str, list[Fact], list[Fact]]:
-    """The text, the facts in it that may be asked for, and the fact of its list, if there is one.
+    """Text of a passage, the facts that may be asked for, and the fact of its list, if there is one.
 
-    A small cast means many facts on each person, a large one many persons to tell apart.
+    A small cast gives many facts per person, a large one many persons.
     """
     cast = rng.sample(language.people, min(len(language.people), 3 + tokens // one_of(rng, (20, 40))))
     taken: set[tuple[str, ...]] = set()
@@ -712,7 +712,7 @@ def tell_passage(rng: Random, split: Split, language: Language, tokens: int) -> 
 def draw_fact(
     rng: Random, split: Split, kinds: Sequence[Kind], cast: Sequence[Word], taken: set[tuple[str, ...]]
 ) -> Fact:
-    """A fact that this split owns and that does not clash with the ones taken."""
+    """Draw a fact of this split that does not conflict with ``taken``."""
 
     def free() -> Fact:
         while True:
@@ -727,7 +727,7 @@ def draw_fact(
 
 
 def draw_list(rng: Random, split: Split, language: Language) -> tuple[Fact, str]:
-    """A list of five to eight items: the one fact of it that may be asked for, and the sentence that tells it."""
+    """Draw a list of five to eight items: the fact that may be asked for, and the sentence with the list."""
     kind, length = language.listing, rng.randint(5, 8)
 
     def make() -> Fact:
@@ -740,7 +740,7 @@ def draw_list(rng: Random, split: Split, language: Language) -> tuple[Fact, str]
 
 
 def earlier(rng: Random, fact: Fact) -> Fact:
-    """The same fact with another value, which it had before."""
+    """The same fact with another, earlier value."""
     return replace(fact, value=one_of(rng, [value for value in fact.kind.values if value != fact.value]))
 
 
@@ -762,7 +762,7 @@ def draw_language(rng: Random) -> Language:
 
 
 def count_tokens(text: str) -> int:
-    """About as many tokens as the tokenizer will make: one a word, digit, mark or Chinese character."""
+    """Estimate the number of tokens: one per word, digit, punctuation mark or Chinese character."""
     return len(PIECE.findall(text))
 
 

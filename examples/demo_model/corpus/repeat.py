@@ -1,4 +1,4 @@
-"""Repeating what was said: every token of the answer is copied, which is where looking back is learned from."""
+"""Repeating a list: every token of the answer is copied, which teaches the model to attend to earlier tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUMBER_SHARE = 0.25
 
 
 def repeat(rng: Random, split: Split) -> Exchange:
-    """Words and numbers of the list, some perhaps twice, said again in their order."""
+    """Repeat a list of words and numbers, possibly with duplicates."""
     chinese = is_chinese(rng)
     words = WORDS_ZH if chinese else WORDS_EN
 

@@ -1,7 +1,7 @@
-"""Short stories and descriptions, in English and Chinese, put together from a small grammar.
+"""Short stories and descriptions in English and Chinese, generated with a small grammar.
 
-A template is a sentence with two kinds of holes. ``[warm|cold]`` is a choice, and ``[weather]`` a choice from the
-list of that name; ``{name}``, ``{item}``, … come from the cast, which stays the same through the whole story.
+A template is a sentence with two kinds of placeholders: ``[warm|cold]`` is a choice, and ``[weather]`` a choice from
+the list of that name; ``{name}``, ``{item}``, … are from the cast, which is fixed for a story.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Words = Mapping[str, str]
 
 CHINESE_SHARE = 0.35
 FREE_SHARE = 0.25
-"""The share of story requests that name nothing at all."""
+"""Share of story requests without a subject."""
 
 MOST_SENTENCES = 9
 
@@ -37,7 +37,7 @@ MEASURES = {
     "戒指": "个", "绳子": "条", "花": "朵", "石头": "块", "贝壳": "个", "羽毛": "根", "雨伞": "把",
     "马": "匹", "牛": "头", "大象": "头", "蛇": "条", "猪": "头",
 }  # fmt: skip
-"""Chinese measure words; the items named here are the ones that a story hero can carry."""
+"""Chinese measure words of items; these are the items that a hero can carry."""
 THINGS = [pair for pair in ITEMS if pair[1] in MEASURES]
 BEASTS = [pair for pair in ANIMALS if pair[0] not in ("whale", "shark")]
 ON_OR_AT = {"station": "at", "market": "at", "harbour": "at", "river": "by", "beach": "on", "mountain": "on",
@@ -147,7 +147,7 @@ MORALS_EN: Templates = (
 
 @dataclass(frozen=True)
 class Plot:
-    """The part of a story that is its own: what the hero has or wants, what goes wrong, how it ends well."""
+    """Plot of a story: what the hero has or wants, what goes wrong, and the happy ending."""
 
     wish: Templates
     trouble: Templates
@@ -626,7 +626,7 @@ REQUESTS_ZH: Templates = (
 
 @dataclass(frozen=True)
 class Tongue:
-    """All that a story needs to know about its language."""
+    """Wordings of stories in one language."""
 
     chinese: bool
     names: Sequence[str]
@@ -664,11 +664,11 @@ PATTERNS = tuple(
         "name pal colour item", "kind colour item place",
     )
 )  # fmt: skip
-"""What a request may name: the hero's name or kind (then an animal), another animal, a thing, its colour, a place."""
+"""Subjects of a request: the hero's name or kind (then an animal), another animal, a thing, its color, a place."""
 
 
 def fill(rng: Random, template: str, lists: Words, fields: Words) -> str:
-    """Make every choice of a template, then put in the words of the cast. No list is used twice for one word."""
+    """Make all choices of a template, then insert the cast. A list does not yield the same word twice."""
     used: set[str] = set()
 
     def choose(match: re.Match[str]) -> str:
@@ -696,7 +696,7 @@ def at_place(place: str, chinese: bool) -> str:
 
 
 def place_name(place: str) -> str:
-    """The place alone: 山上 becomes 山, 河边 becomes 河; English stays."""
+    """Name of a place without a preposition: 山上 becomes 山, 河边 becomes 河; English is unchanged."""
     return place.removesuffix("上").removesuffix("边")
 
 
@@ -712,7 +712,7 @@ def coloured(colour: str, item: str, chinese: bool) -> str:
 
 
 def wanted(rng: Random, tongue: Tongue) -> dict[str, str]:
-    """Draw what a request names."""
+    """Draw the subjects of a request."""
     pattern = one_of(rng, PATTERNS)
     kind, pal = rng.sample(BEASTS, 2)
     values = {
@@ -752,7 +752,7 @@ def what_zh(want: Words) -> str:
 
 
 def hero_kind(rng: Random, tongue: Tongue, want: Words, girl: bool, pal: str) -> tuple[str, bool]:
-    """The hero's kind, and whether it is an animal. A hero who is only named is a person."""
+    """Kind of the hero, and whether it is an animal. A hero with only a name is a person."""
     if "kind" in want:
         return want["kind"], True
     if "name" not in want and rng.random() < 0.5:
@@ -763,7 +763,7 @@ def hero_kind(rng: Random, tongue: Tongue, want: Words, girl: bool, pal: str) ->
 
 
 def cast(rng: Random, tongue: Tongue, want: Words) -> dict[str, str]:
-    """Everybody and everything in a story: what the request names, and the rest drawn."""
+    """Cast of a story: the subjects of the request, and random ones for the rest."""
     zh = tongue.chinese
     name = want.get("name") or one_of(rng, tongue.names)
     girl = name in GIRLS
@@ -797,7 +797,7 @@ def sentences(rng: Random, tongue: Tongue, fields: Words) -> list[str]:
 
 
 def tell(rng: Random, tongue: Tongue, want: Words) -> str:
-    """Tell a story of a fitting length."""
+    """Generate a story of a suitable length."""
     while True:
         parts = sentences(rng, tongue, cast(rng, tongue, want))
         text = ("" if tongue.chinese else " ").join(parts)
@@ -807,7 +807,7 @@ def tell(rng: Random, tongue: Tongue, want: Words) -> str:
 
 
 def story(rng: Random, split: Split) -> Exchange:
-    """A story about what the user names, or about anything."""
+    """A story about the user's subjects, or about anything."""
     tongue = CHINESE if is_chinese(rng, CHINESE_SHARE) else ENGLISH
     if rng.random() < FREE_SHARE:
         text = split.draw(lambda: tell(rng, tongue, {}))
@@ -820,7 +820,7 @@ def story(rng: Random, split: Split) -> Exchange:
 
 # --- Descriptions ---------------------------------------------------------------------------------------------------
 
-# What it is, what it looks like, what it does, in both languages.
+# Category, appearance and behavior, in both languages.
 ANIMAL_LOOKS = {
     "cat": ("soft fur and bright eyes", "sleeps in the sun", "软软的毛和明亮的眼睛", "爱在太阳下睡觉"),
     "dog": ("a good nose and a happy tail", "likes to run with people", "很灵的鼻子和快乐的尾巴", "爱和人一起跑"),
@@ -903,7 +903,7 @@ COUNTRIES = {
 
 @dataclass(frozen=True)
 class Subject:
-    """What can be described: the templates of its first, second and last sentences, in both languages."""
+    """Subject of a description: templates of the first, second and last sentences, in both languages."""
 
     english: tuple[Templates, ...]
     chinese: tuple[Templates, ...]
@@ -1001,7 +1001,7 @@ def halves(row: tuple[str, str, str, str], chinese: bool) -> dict[str, str]:
 
 
 def fields_of(rng: Random, chinese: bool) -> tuple[Subject, dict[str, str]]:
-    """Draw a subject: its templates and the words for them. ``what`` is its name in the request."""
+    """Draw a subject: its templates and their fields. ``what`` is its name in the request."""
     subject = one_of(rng, (ANIMAL, PLACE, THING, CITY))
     pair = one_of(rng, {ANIMAL: ANIMALS, PLACE: PLACES, THING: THINGS, CITY: CITIES}[subject])
     thing = pair[chinese]

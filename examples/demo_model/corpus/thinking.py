@@ -1,7 +1,7 @@
-"""Thinking: the steps in a ``<think>`` block, then the answer.
+"""Thinking: steps in a ``<think>`` block, then the answer.
 
-Sums of three numbers and products beyond the table are worked in steps, which is where thinking pays. Anything else
-is thought about in one line that repeats the question, so that thinking on never means an empty block.
+Sums of three numbers and products beyond the multiplication table are computed in steps. For other questions the block
+only repeats the question, so that it is never empty with thinking enabled.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ PLAIN = (geography.capital, geography.continent, words.opposite, words.plural, w
 
 
 def thought(question: str, reasoning: str, answer: str, key: str, before: list[Message] | None = None) -> Conversation:
-    """A conversation whose last turn thinks."""
+    """Conversation whose last answer has reasoning."""
     last = assistant(answer) | {"reasoning_content": reasoning}
     return Conversation([*(before or []), user(question), last], key, Check.THINK, thinking=True)
 
 
 def think_sum(rng: Random, split: Split) -> Conversation:
-    """Three numbers to add, where ``add`` takes two: one after the other."""
+    """Add three numbers in two steps."""
 
     def terms() -> tuple[int, int, int]:
         return rng.randint(2, 99), rng.randint(2, 99), rng.randint(2, 99)
@@ -38,7 +38,7 @@ def think_sum(rng: Random, split: Split) -> Conversation:
 
 
 def think_product(rng: Random, split: Split) -> Conversation:
-    """Two digits times one digit, by tens and ones."""
+    """Multiply a two-digit by a one-digit number: tens and ones separately."""
 
     def operands() -> tuple[int, int]:
         return rng.randint(13, 99), rng.randint(2, 9)
@@ -52,7 +52,7 @@ def think_product(rng: Random, split: Split) -> Conversation:
 
 
 def think_fact(rng: Random, split: Split) -> Conversation:
-    """A plain question with thinking on, now and then after a turn without."""
+    """A simple question with thinking enabled, sometimes after a turn without thinking."""
     exchange = one_of(rng, PLAIN)(rng, split)
     before: list[Message] = []
     if rng.random() < 0.25:

@@ -1,4 +1,4 @@
-"""Tools: calling one of the functions offered, answering from its result, and knowing when none fits."""
+"""Tools: calling one of the offered functions, answering from its result, and recognizing that none fits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ MOST_BEFORE = 3
 PLAIN_SHARE = 0.45
 MOST_OFFERED = 4
 UNGRADED = ("turn_on", "turn_off", "find_item", "get_distance", "convert_money", "send_message")
-"""Functions that are not asked for in vain where it is graded: the model calls them, or one like them, all the same."""
+"""Functions that held-out questions do not ask for unless they are offered, since the model calls them, or similar
+ones, anyway."""
 
 ENGLISH, CHINESE = 0, 1
 
@@ -86,7 +87,7 @@ Pool = tuple[Sequence[Any], Sequence[Any]]
 
 
 def both(values: Sequence[Any]) -> Pool:
-    """A pool that is the same in both languages."""
+    """Pool with the same values in both languages."""
     return values, values
 
 
@@ -127,10 +128,10 @@ POOLS: dict[str, Pool] = {
 
 @dataclass(frozen=True)
 class Tool:
-    """A function: its parameters and results with the pools of their values, and how users ask for it.
+    """A function: its parameters and results with pools of values, and the wordings of requests.
 
-    ``answers`` are the English and the Chinese sentence said from arguments and results; ``failures`` are said where
-    the result is ``{"ok": false}``.
+    ``answers`` are the English and Chinese answers from arguments and results; ``failures`` are the answers to the
+    result ``{"ok": false}``.
     """
 
     name: str
@@ -152,7 +153,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class Use:
-    """One use of a tool: what the user asks, the call, its result and what is said of it."""
+    """Use of a tool: question, call, result and answer."""
 
     tool: Tool
     question: str
@@ -174,7 +175,7 @@ class Use:
 
     @property
     def held_out(self) -> tuple[object, ...]:
-        """What decides the split: the call, or for a sum the operands, as everywhere else."""
+        """Value that decides the split: the call, or the operands of a sum, as in other skills."""
         if self.tool is ADD:
             return ("add", *sorted(self.arguments.values()))
         return (self.call_key,)
@@ -675,7 +676,7 @@ TOOLS = (
 )
 
 ALONE = (ADD, MULTIPLY, TRANSLATE)
-"""What the model can do without a tool, so that nobody hears "I have no tool" for it."""
+"""Tools for things that the model can also do without a tool, so that it never answers "I have no tool" to them."""
 
 NO_TOOL = ("I have no tool for that.", "我没有可用的工具。")
 
@@ -684,28 +685,28 @@ PLAIN: tuple[Skill, ...] = (persona.identity, geography.capital, words.opposite,
 
 
 def tool_call(rng: Random, split: Split) -> Conversation:
-    """A question that one of the tools answers, and the call."""
+    """A question for one of the tools, and the call."""
     language, offered, messages = begin(rng, split)
     use = draw_use(rng, split, offered, language)
     return Conversation([*messages, *use.request], use.call_key, Check.CALL, schemas(offered))
 
 
 def tool_answer(rng: Random, split: Split) -> Conversation:
-    """A question, the call, its result, and the answer from it."""
+    """A question, the call, its result, and the answer."""
     language, offered, messages = begin(rng, split)
     use = draw_use(rng, split, offered, language)
     return Conversation([*messages, *use.request, *use.reply], use.answer_key, tools=schemas(offered))
 
 
 def tool_none(rng: Random, split: Split) -> Conversation:
-    """A question that needs no tool, or one for which there is none among the tools."""
+    """A question that needs no tool, or one for a tool that is not offered."""
     language, offered, messages = begin(rng, split)
     turn, key = (plain if rng.random() < PLAIN_SHARE else missing)(rng, split, offered, language)
     return Conversation([*messages, *turn], key, tools=schemas(offered))
 
 
 def begin(rng: Random, split: Split) -> tuple[int, list[Tool], list[Message]]:
-    """Language, tools offered, and some turns of any kind that come before the graded one."""
+    """Language, offered tools, and turns of any kind before the graded one."""
     language = CHINESE if is_chinese(rng, CHINESE_SHARE) else ENGLISH
     offered = rng.sample(TOOLS, rng.randint(1, MOST_OFFERED))
     while not any(has_uses(split, TOOLS.index(tool), language) for tool in offered):
@@ -737,13 +738,13 @@ def missing(rng: Random, split: Split, offered: Sequence[Tool], language: int) -
 
 
 def draw_use(rng: Random, split: Split, tools: Sequence[Tool], language: int) -> Use:
-    """A use of one of the tools; all skills hold out the same arguments of a function."""
+    """Draw a use of one of the tools. All skills hold out the same arguments of a function."""
     return split.draw(lambda: make_use(rng, tools, language), key=lambda use: use.held_out)
 
 
 @functools.cache
 def has_uses(split: Split, number: int, language: int) -> bool:
-    """Whether the split owns any arguments of that tool: of one with few, all may be the other's."""
+    """True if any arguments of a tool belong to this split. If a tool has few, all may belong to the other split."""
     rng = Random(number)
     return any(split.owns(*make_use(rng, [TOOLS[number]], language).held_out) for _ in range(500))
 

@@ -9,7 +9,7 @@ from .facts import CHINESE_SHARE, ask, capitalised
 from .lexicon import ANIMALS, CITIES, COLOURS, ITEMS, JOBS
 
 # ---------------------------------------------------------------------------------------------------------------
-# Tables. Pairs are (English, Chinese) unless said otherwise.
+# Tables. Pairs are (English, Chinese) unless noted otherwise.
 
 DAYS = (
     ("Monday", "星期一"),
@@ -52,7 +52,7 @@ ORDINALS = (
     "twelfth",
 )
 
-# Every word stands in one pair only, so that each has one opposite.
+# Every word is in one pair only, so that it has one opposite.
 OPPOSITES_EN = (
     ("hot", "cold"),
     ("big", "small"),
@@ -173,7 +173,7 @@ OPPOSITES_ZH = (
     ("勇敢", "胆小"),
 )
 
-# (one, many), where the rules of `plural_of` do not give the plural.
+# (singular, plural), for plurals that the rules of `plural_of` do not give.
 IRREGULAR = {
     "child": "children",
     "man": "men",
@@ -243,7 +243,7 @@ NOUNS = (
     *(noun for noun in IRREGULAR if noun not in dict(ITEMS)),
 )
 
-# (things of this colour in English and Chinese), by the English colour.
+# Things by English color: (English, Chinese).
 THINGS_BY_COLOUR = {
     "red": (
         ("blood", "血"),
@@ -272,7 +272,7 @@ THINGS_BY_COLOUR = {
 }
 COLOURED = tuple((thing, thing_zh, colour) for colour, things in THINGS_BY_COLOUR.items() for thing, thing_zh in things)
 
-# The members of each kind of thing. Those of a bare kind stand without an article: "Blue is a colour."
+# Members of each kind of thing. Members of a bare kind have no article: "Blue is a colour."
 AMBIGUOUS_COLOURS = frozenset(("orange", "silver"))
 BARE_KINDS = frozenset(("a colour", "a city", "a drink", "a metal", "a sport", "a month", "a job"))
 KINDS = {
@@ -350,7 +350,7 @@ SPELLED = (
 WORDS = tuple(SPELLED.split())
 
 # ---------------------------------------------------------------------------------------------------------------
-# Wordings. In the lists of `ask`, every fifth (the last of each row of five) is held out.
+# Wordings. In lists for `ask`, every fifth (the last of each row of five) is held out.
 
 NEIGHBOUR_EN = (
     "Which {unit} comes {relation} {name}?",
@@ -675,7 +675,7 @@ REVERSE_EN = (
     "Can you give me the letters of {word} backwards?",
 )
 
-# Of the lists that follow any wording may be used in both splits: the values are held out.
+# All wordings of the following lists are used in both splits; values are held out.
 COUNT_EN = (
     "How many items are in this list: {items}?",
     "Count the items: {items}",
@@ -726,7 +726,7 @@ SORT_EN = (
 
 
 def calendar(rng: Random, split: Split) -> Exchange:
-    """The day or month after or before another, tomorrow's and yesterday's day, the numbers of the months."""
+    """Days and months after or before others, tomorrow's and yesterday's day, the numbers of the months."""
     return one_of(rng, (_neighbour, _shift, _month))(rng, split)
 
 
@@ -774,7 +774,7 @@ def opposite(rng: Random, split: Split) -> Exchange:
 
 
 def plural_of(noun: str) -> str:
-    """The plural of an English noun of our tables."""
+    """Plural of an English noun in the tables."""
     if noun in IRREGULAR:
         return IRREGULAR[noun]
     if noun.endswith("y") and noun[-2] not in "aeiou":
@@ -804,7 +804,7 @@ def with_article(noun: str) -> str:
 
 
 def category(rng: Random, split: Split) -> Exchange:
-    """What kind of thing something is, with or without two kinds to choose from."""
+    """The category of something, with or without two categories to choose from."""
     kind, other = rng.sample(KIND_NAMES, 2)
     thing, thing_zh = one_of(rng, KINDS[kind])
     a, b = rng.sample((kind, other), 2)
@@ -822,7 +822,7 @@ def spell(rng: Random, split: Split) -> Exchange:
 
 
 def reverse(rng: Random, split: Split) -> Exchange:
-    """The letters of a word, from last to first."""
+    """The letters of a word in reverse."""
     word = one_of(rng, WORDS)
     return ask(rng, split, "reverse:en", REVERSE_EN, f"{word}: {'-'.join(reversed(word))}", word=word)
 
@@ -832,7 +832,7 @@ def reverse(rng: Random, split: Split) -> Exchange:
 
 
 def _some_items(rng: Random, split: Split, chinese: bool, smallest: int, largest: int) -> tuple[str, ...]:
-    """A list of different items that this split owns."""
+    """A list of distinct items that belongs to this split."""
 
     def make() -> tuple[str, ...]:
         return tuple(pair[chinese] for pair in rng.sample(LISTED, rng.randint(smallest, largest)))
@@ -845,7 +845,7 @@ def _joined(items: tuple[str, ...], chinese: bool) -> str:
 
 
 def count_list(rng: Random, split: Split) -> Exchange:
-    """How many items a list has."""
+    """The number of items in a list."""
     chinese = is_chinese(rng, CHINESE_SHARE)
     items = _some_items(rng, split, chinese, 1, 9)
     joined, number = _joined(items, chinese), len(items)

@@ -1,7 +1,7 @@
-"""The countries of the world: 193 UN member states, Vatican City and Palestine.
+"""Countries of the world: 193 UN member states, Vatican City and Palestine.
 
-Names are plain and spelt in ASCII. A country with several capitals has the one that is usually quoted, and a
-country on two continents has the more usual of them.
+Names are common names in ASCII. For a country with several capitals, or on two continents, the most commonly given one
+is used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Country(NamedTuple):
 
     @property
     def in_text(self) -> str:
-        """The English name as running text has it: "the Netherlands", "Canada"."""
+        """English name in running text, with an article if needed: "the Netherlands", "Canada"."""
         return f"the {self.name}" if self.name in WITH_ARTICLE else self.name
 
     @property

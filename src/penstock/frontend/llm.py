@@ -110,12 +110,11 @@ class LLM(PoolingLLM):
         inputs, processors = self._input_processor, []
         for prompt, sampling, value, adapter in zip(each, params, priorities, adapters, strict=True):
             request_id, tokenized = str(next(self._ids)), inputs.tokenize(prompt)
-            processors.append(
-                inputs.create_output_processor(request_id, tokenized, sampling, priority=value, adapter=adapter)
-            )
-            if processors[-1].request.sampling.guided_decoding:
+            processor = inputs.create_output_processor(request_id, tokenized, sampling, priority=value, adapter=adapter)
+            processors.append(processor)
+            if processor.request.sampling.guided_decoding:
                 self.engine.set_vocabulary(inputs.vocabulary)
-            self.engine.validate(processors[-1].request)
+            self.engine.validate(processor.request)
         return self._run(processors, use_tqdm)
 
     def chat(

@@ -1,4 +1,4 @@
-"""Images and videos of prompts: fetched, decoded, resized, and placed among the prompt's tokens."""
+"""Images and videos in prompts: fetching, decoding, resizing, and placeholder tokens."""
 
 from .chat import move_tool_media, split_media
 from .media import IMAGE, VIDEO, MediaLoader, MediaSource

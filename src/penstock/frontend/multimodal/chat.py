@@ -1,4 +1,4 @@
-"""Images and videos in the messages of chats, in the forms of OpenAI, vLLM and FastDeploy."""
+"""Images and videos in chat messages, in the formats of OpenAI, vLLM and FastDeploy."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ KINDS = {
     "video_url": (VIDEO, "video_url"),
     "video": (VIDEO, "video"),
 }
-"""Content parts that are no text: what they are, and the name of the field that has it."""
+"""Kind of media, and field with its value, by type of content part."""
 BY_URL = ("image_url", "input_image", "video_url")
+"""Types of content parts whose value is a URL."""
 
 
 def split_media(
     messages: Sequence[Mapping[str, Any]],
 ) -> tuple[list[Mapping[str, Any]], list[MediaSource]]:
-    """Messages with ``{"type": "image"}`` or ``{"type": "video"}`` in place of images and videos, as chat templates
-    read them, and these in order.
+    """Replace images and videos in messages with ``{"type": "image"}`` and ``{"type": "video"}``, as chat templates
+    expect; returns the messages, and the media in order.
 
-    Raises ``PenstockError``: ``unsupported`` for parts of other types, ``invalid`` for parts without what they need.
+    Raises ``PenstockError``: ``unsupported`` for parts of other types, ``invalid`` for parts with missing fields.
     """
     sources: list[MediaSource] = []
     result: list[Mapping[str, Any]] = []
@@ -41,12 +42,13 @@ def split_media(
 
 
 def move_tool_media(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]] | None:
-    """Move images and videos of tool results into a user message after them, for chat templates that show none there.
+    """Move images and videos in tool results to the following user message, for chat templates that do not support
+    them in tool results.
 
     Args:
-        messages: as ``split_media`` returns them.
+        messages: as returned by ``split_media``.
 
-    Returns None where no tool result has any.
+    Returns None if no tool result has media.
     """
     result: list[Mapping[str, Any]] = []
     media: list[Any] = []
@@ -73,8 +75,8 @@ def _part(part: Any, path: str, sources: list[MediaSource]) -> dict[str, Any]:
     if kind == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
     if kind not in KINDS:
-        words = f"{path}: {str(kind)[:50]} is not supported, only text, image_url and video_url are"
-        raise PenstockError(Code.UNSUPPORTED, words, path)
+        message = f"{path}: {str(kind)[:50]} is not supported, only text, image_url and video_url are"
+        raise PenstockError(Code.UNSUPPORTED, message, path)
     media, field = KINDS[kind]
     value = part.get(field)
     if kind in BY_URL:

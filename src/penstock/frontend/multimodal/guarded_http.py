@@ -1,4 +1,4 @@
-"""An HTTP client for addresses that clients of the server name: it connects to public addresses alone."""
+"""HTTP client for URLs in requests. It connects only to public addresses (protection against SSRF)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REDIRECTS = (301, 302, 303, 307, 308)
 
 
 class ForbiddenAddressError(Exception):
-    """The host is not allowed, or has an address that is not public."""
+    """The host is not allowed, or has a non-public address."""
 
 
 class FetchError(Exception):
@@ -27,13 +27,13 @@ class FetchError(Exception):
 
 
 class GuardedBackend(httpcore2.NetworkBackend):
-    """Connects to hosts whose addresses are all public; to others only where they are named as allowed.
+    """Network backend that connects only to hosts with public addresses, or to a list of allowed hosts.
 
-    The address that is checked is the one that is connected to, for redirects, too, so that a name server cannot give
-    another one in between.
+    It connects to the address that was checked, also after redirects, so that a second DNS lookup cannot return another
+    address (DNS rebinding).
 
     Args:
-        domains: the only hosts allowed, which may have any address; empty for all with public ones.
+        domains: allowed hosts, with any address; empty: all hosts with public addresses.
     """
 
     def __init__(self, domains: Collection[str]) -> None:
@@ -48,23 +48,22 @@ class GuardedBackend(httpcore2.NetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore2.NetworkStream:
-        """As ``NetworkBackend.connect_tcp``. Raises ``ForbiddenAddressError``."""
+        """Connect, or raise ``ForbiddenAddressError``."""
         if self._domains and host.lower().rstrip(".") not in self._domains:
-            raise ForbiddenAddressError(f"{host:.100} is none of allowed_media_domains")
+            raise ForbiddenAddressError(f"{host:.100} is not in allowed_media_domains")
         address = host if self._domains else _public_address(host, port)
         return self._backend.connect_tcp(address, port, timeout, local_address, socket_options)
 
     def connect_unix_socket(self, *args: Any, **kwargs: Any) -> httpcore2.NetworkStream:
-        """Refused."""
-        raise ForbiddenAddressError("sockets of this machine are not reached")
+        raise ForbiddenAddressError("Unix sockets are not allowed")
 
 
 def _public_address(host: str, port: int) -> str:
-    """An address of a host all of whose addresses are public."""
+    """Resolve a host to an address. Raises ``ForbiddenAddressError`` unless all its addresses are public."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise httpcore2.ConnectError(f"{host:.100} is not known") from error
+        raise httpcore2.ConnectError(f"{host:.100} cannot be resolved") from error
     addresses = [str(entry[4][0]) for entry in found]
     if not all(map(is_public, addresses)):
         raise ForbiddenAddressError(f"{host:.100} has an address that is not public")
@@ -72,8 +71,8 @@ def _public_address(host: str, port: int) -> str:
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is a public one of a single host: not private, loopback, link-local, reserved or multicast,
-    nor an IPv6 form of such an IPv4 address."""
+    """True for a public unicast IP address: not private, loopback, link-local, reserved or multicast, nor an IPv6
+    address that embeds such an IPv4 address."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(parsed, ipaddress.IPv6Address):
         embedded = parsed.ipv4_mapped or parsed.sixtofour or (parsed.teredo[1] if parsed.teredo else None)
@@ -85,38 +84,38 @@ def is_public(address: str) -> bool:
 
 
 def download(url: str, max_size: int, timeout: float, domains: Collection[str]) -> bytes:
-    """The body behind an ``http:`` or ``https:`` URL. Redirects are followed; no proxy is used.
+    """Download the body of an ``http:`` or ``https:`` URL. Redirects are followed; no proxy is used.
 
     Args:
-        max_size: bytes.
-        timeout: seconds for all of it.
-        domains: as of ``GuardedBackend``.
+        max_size: limit of the body in bytes.
+        timeout: limit of the total time in seconds.
+        domains: as for ``GuardedBackend``.
 
     Raises ``PenstockError`` (``too_large``, ``timeout``), ``ForbiddenAddressError``, and ``FetchError``.
     """
     deadline = time.monotonic() + timeout
     headers = [("User-Agent", f"penstock/{__version__}"), ("Accept-Encoding", "identity")]
-    left = {kind: timeout for kind in ("connect", "read", "write", "pool")}
+    timeouts = {kind: timeout for kind in ("connect", "read", "write", "pool")}
     try:
         with httpcore2.ConnectionPool(network_backend=GuardedBackend(domains)) as pool:
             for _ in range(MAX_REDIRECTS + 1):
-                place = httpx2.URL(url)
-                if place.scheme not in ("http", "https") or not place.host:
-                    raise FetchError("it is redirected to an address of another kind")
+                parsed = httpx2.URL(url)
+                if parsed.scheme not in ("http", "https") or not parsed.host:
+                    raise FetchError("it redirects to a URL that is not HTTP")
                 target = httpcore2.URL(
-                    scheme=place.raw_scheme, host=place.raw_host, port=place.port, target=place.raw_path
+                    scheme=parsed.raw_scheme, host=parsed.raw_host, port=parsed.port, target=parsed.raw_path
                 )
-                with pool.stream("GET", target, headers=headers, extensions={"timeout": left}) as response:
+                with pool.stream("GET", target, headers=headers, extensions={"timeout": timeouts}) as response:
                     if response.status in REDIRECTS:
-                        found = dict((name.lower(), value) for name, value in response.headers).get(b"location", b"")
-                        url = str(place.join(found.decode("ascii")))
+                        location = dict((name.lower(), value) for name, value in response.headers).get(b"location", b"")
+                        url = str(parsed.join(location.decode("ascii")))
                         continue
                     if response.status != 200:
-                        raise FetchError(f"the server answered {response.status}")
+                        raise FetchError(f"the server returned status {response.status}")
                     return _read(response, max_size, deadline)
-        raise FetchError("it is redirected too often")
+        raise FetchError(f"it redirects more than {MAX_REDIRECTS} times")
     except (httpcore2.TimeoutException, TimeoutError) as error:
-        raise PenstockError(Code.TIMEOUT, "too late") from error
+        raise PenstockError(Code.TIMEOUT, "timed out") from error
     except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.UnsupportedProtocol) as error:
         raise FetchError(str(error) or type(error).__name__) from error
     except (httpx2.InvalidURL, UnicodeError, ValueError, OSError) as error:

@@ -1,4 +1,4 @@
-"""``mm_processor_kwargs`` of requests and options, for images and for videos."""
+"""``mm_processor_kwargs`` of requests and options, split by images and videos."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ NESTED = ("images_kwargs", "videos_kwargs")
 
 
 def image_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those for images: all but those for videos alone, and ``images_kwargs``."""
+    """Arguments for images: ``images_kwargs``, and all top-level ones that are not for videos only."""
     flat = {name: value for name, value in given.items() if name not in (*SAMPLING_KWARGS, *NESTED)}
     return {**flat, **_nested(given, "images_kwargs")}
 
 
 def video_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those for videos: all, and ``videos_kwargs``."""
+    """Arguments for videos: ``videos_kwargs``, and all top-level ones."""
     flat = {name: value for name, value in given.items() if name not in NESTED}
     return {**flat, **_nested(given, "videos_kwargs")}
 
@@ -31,9 +31,9 @@ def _nested(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def merge_media_kwargs(processor: Mapping[str, Any], media_io: Mapping[str, Any]) -> dict[str, Any]:
-    """``mm_processor_kwargs`` with vLLM's ``media_io_kwargs``: how many frames are taken of videos, where -1 is all.
+    """Add vLLM's ``media_io_kwargs`` to ``mm_processor_kwargs``: number of video frames to sample, -1 for all.
 
-    Raises ``PenstockError`` (``invalid``) where the latter are wrong.
+    Raises ``PenstockError`` (``invalid``) if ``media_io_kwargs`` are invalid.
     """
     video = media_io.get("video") or {}
     if unknown := sorted(media_io.keys() - {"video"}):

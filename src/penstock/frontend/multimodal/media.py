@@ -1,4 +1,4 @@
-"""Images and videos from URLs: data in the URL itself, web servers, and, where they are allowed, local files."""
+"""Loader of images and videos from URLs: data URLs, web servers, and local files if allowed."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ IMAGE, VIDEO = "image", "video"
 
 
 class MediaSource(NamedTuple):
-    """Where an image or a video comes from."""
+    """Source of an image or a video."""
 
     value: Any
-    """A URL; or, of Python code, an image or a video itself."""
+    """URL; or, in the Python interface, the image or video itself."""
     field: str
-    """What errors name."""
+    """Field of the request, for error messages."""
     kind: str = IMAGE
 
 
 class MediaLoader:
-    """Makes images and videos of sources, within the limits of the options. All of it takes long: call it in a thread.
+    """Loads images and videos, within the limits of the options. Loading is slow: call it in a thread.
 
     Args:
-        images, videos: the model's processors; None where it sees no videos.
+        images, videos: the model's processors; ``videos`` is None if it does not support videos.
     """
 
     def __init__(self, images: ImageProcessor, videos: VideoProcessor | None, options: ModelOptions) -> None:
@@ -56,14 +56,14 @@ class MediaLoader:
 
         Args:
             kwargs: ``mm_processor_kwargs`` of the request.
-            num_images: of the prompt.
+            num_images: number of images in the prompt.
 
-        Raises ``PenstockError`` with one sentence where it cannot be had, is broken, or exceeds a limit.
+        Raises ``PenstockError`` if it cannot be fetched, is damaged, or exceeds a limit.
         """
         require_pillow()
         given = kwargs or {}
         if source.kind == VIDEO:
-            assert self._videos, "the model sees no videos"
+            assert self._videos, "the model does not support videos"
             processor = self._videos.with_kwargs(video_kwargs(given)) if given else self._videos
             return self._video(source, processor)
         images = self._images.with_kwargs(image_kwargs(given)) if given else self._images
@@ -73,7 +73,7 @@ class MediaLoader:
             image = decode_image(data, limit, source.field)
         else:
             image = as_image(source.value, limit, source.field)
-        with _named(source.field):
+        with _field_in_errors(source.field):
             return images(image, num_images)
 
     def _video(self, source: MediaSource, processor: VideoProcessor) -> Video:
@@ -82,21 +82,21 @@ class MediaLoader:
             value = self._fetch(value, source.field, "max_video_size")
         elif isinstance(value, Path):
             value = self._read(value, source.field, "max_video_size")
-        with _named(source.field):
+        with _field_in_errors(source.field):
             if isinstance(value, bytes):
                 return decode_video(value, processor, options.max_image_pixels, options.video_timeout)
             return process_frames(value, processor, options.max_image_pixels)
 
     def _fetch(self, url: str, field: str, limit: str) -> bytes:
-        """The bytes that a URL names.
+        """Fetch a URL.
 
         Args:
-            limit: option that has the most that there may be.
+            limit: name of the option with the size limit in bytes.
         """
         try:
             scheme = urlsplit(url).scheme.lower()
         except ValueError as error:
-            raise invalid(field, f"is no URL: {error}") from error
+            raise invalid(field, f"is not a valid URL: {error}") from error
         if scheme == "data":
             return self._data(url, field, limit)
         if scheme in ("https", "http"):
@@ -127,23 +127,24 @@ class MediaLoader:
         except PenstockError as error:
             if error.failure.code is Code.TOO_LARGE:
                 raise self._too_large(field, limit) from error
-            raise invalid(field, f"did not come within {timeout:g} seconds (media_timeout)", timeout) from error
+            message = f"was not received within {timeout:g} seconds (media_timeout)"
+            raise invalid(field, message, timeout) from error
         except ForbiddenAddressError as error:
-            raise invalid(field, f"is not fetched: {error}") from error
+            raise invalid(field, f"is not allowed: {error}") from error
         except FetchError as error:
             raise invalid(field, f"cannot be fetched: {error!s:.200}") from error
 
     def _file(self, url: str, field: str, limit: str) -> bytes:
         if self._root is None:
-            words = "this server reads no local files (allowed_local_media_path)"
-            raise PenstockError(Code.UNSUPPORTED, f"{field}: {words}", field)
+            message = "local files are disabled on this server (allowed_local_media_path)"
+            raise PenstockError(Code.UNSUPPORTED, f"{field}: {message}", field)
         try:
             path = Path(url2pathname(urlsplit(url).path)).resolve()
             if not path.is_relative_to(self._root) or not path.is_file():
-                raise invalid(field, "names no file in allowed_local_media_path")
+                raise invalid(field, "is not a file in allowed_local_media_path")
             return self._read(path, field, limit)
         except (OSError, ValueError) as error:
-            raise invalid(field, "names no file in allowed_local_media_path") from error
+            raise invalid(field, "is not a file in allowed_local_media_path") from error
 
     def _read(self, path: Path, field: str, limit: str) -> bytes:
         try:
@@ -163,8 +164,8 @@ class MediaLoader:
 
 
 @contextmanager
-def _named(field: str) -> Iterator[None]:
-    """Errors within name the part of the request."""
+def _field_in_errors(field: str) -> Iterator[None]:
+    """Context that sets the field of errors to the field of the request."""
     try:
         yield
     except PenstockError as error:

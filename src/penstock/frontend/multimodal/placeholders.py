@@ -1,4 +1,4 @@
-"""Placeholders of images and videos among a prompt's tokens: one from the template, as many as there are features."""
+"""Placeholder tokens of images and videos: one per item from the chat template, expanded to one per feature."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from .prompts import Crops, TokenizedImage
 from .video import Video
 
 Media = ImageInput | TokenizedImage | Crops | Video
-"""An image or a video, before its place in the prompt is set."""
+"""Image or video without its offset in the prompt."""
 
 
 class Placeholders(msgspec.Struct, frozen=True):
-    """The tokens that stand for a model's images and videos in prompts."""
+    """Ids of a model's placeholder tokens of images and videos."""
 
     image: int
     video: int = -1
-    """-1 of a model that sees no videos."""
+    """-1 for a model without videos."""
     start: int = -1
     end: int = -1
-    """Around a placeholder."""
+    """Tokens before and after a placeholder."""
     image_marker: int = -1
-    """What chat templates write for an image, where it is another token than ``image``."""
+    """Token that chat templates write for an image, if it differs from ``image``."""
 
     def check(self, token_ids: Sequence[int], num_images: int, num_videos: int) -> None:
-        """Raise ``PenstockError`` (``invalid``) where there are not as many placeholders as images and videos."""
+        """Raise ``PenstockError`` (``invalid``) if the number of placeholders differs from that of images or videos."""
         self._check(token_ids, self.image if self.image_marker < 0 else self.image_marker, num_images, num_videos)
 
     def _check(self, token_ids: Sequence[int], image: int, num_images: int, num_videos: int) -> None:
@@ -38,37 +38,36 @@ class Placeholders(msgspec.Struct, frozen=True):
             expected["videos"] = (self.video, num_videos)
         for kind, (placeholder, count) in expected.items():
             if (found := sum(token == placeholder for token in token_ids)) != count:
-                words = f"{count} are given, and the prompt has {found} placeholders for {kind}"
-                raise invalid(kind, words, found)
+                raise invalid(kind, f"the prompt has {found} placeholders for {count} {kind}", found)
 
-    def spread(
+    def expand_timestamps(
         self, token_ids: Sequence[int], media: Sequence[Media], encode: Callable[[str], Sequence[int]]
     ) -> list[int]:
-        """A prompt with a placeholder for each of the frames of videos with timestamps, behind its timestamp; the
-        tokens that are around a video's placeholder are then around each.
+        """Replace the placeholder of each video that has timestamps with one placeholder per frame, each after its
+        timestamp and between ``start`` and ``end``.
 
         Args:
-            encode: makes tokens of a timestamp.
+            encode: converts a timestamp to token ids.
         """
         tokens: list[int] = []
         videos = _videos(media)
-        left = iter(range(len(token_ids)))
-        for i in left:
+        positions = iter(range(len(token_ids)))
+        for i in positions:
             if token_ids[i] != self.video or not (video := next(videos)).timestamps:
                 tokens.append(token_ids[i])
                 continue
             if tokens[-1:] == [self.start] and list(token_ids[i + 1 : i + 2]) == [self.end]:
                 tokens.pop()
-                next(left)
+                next(positions)
             for timestamp in video.timestamps:
                 tokens += [*encode(timestamp), self.start, self.video, self.end]
         return tokens
 
-    def spread_text(self, text: str, media: Sequence[Media], names: Mapping[int, str]) -> str:
-        """As ``spread``, of a prompt's text.
+    def expand_timestamps_in_text(self, text: str, media: Sequence[Media], names: Mapping[int, str]) -> str:
+        """``expand_timestamps`` for a prompt given as text.
 
         Args:
-            names: of the tokens.
+            names: texts of the placeholder tokens by token id.
         """
         name, around = names[self.video], f"{names[self.start]}{names[self.video]}{names[self.end]}"
         videos = _videos(media)
@@ -86,10 +85,10 @@ class Placeholders(msgspec.Struct, frozen=True):
         return result
 
     def place(self, token_ids: Sequence[int], media: Sequence[Media]) -> tuple[list[int], tuple[ImageInput, ...]]:
-        """Expand each placeholder to its features, in order, once ``spread`` has been called. Returns the prompt, and
-        the images and frames with their places.
+        """Expand each placeholder to one token per feature, after ``expand_timestamps``. Returns the prompt, and the
+        images and frames with their offsets.
 
-        Raises ``PenstockError`` (``invalid``) where there are not as many placeholders as images and frames.
+        Raises ``PenstockError`` (``invalid``) if the number of placeholders differs from that of images and frames.
         """
         images = [each for one in media for each in _images(one)]
         groups = [group for video in _videos(media) for group in _placed_together(video)]
@@ -115,7 +114,7 @@ class Placeholders(msgspec.Struct, frozen=True):
 
 
 def _images(media: Media) -> list[TokenizedImage]:
-    """The images of something that is no video."""
+    """The images of a medium; none for a video."""
     if isinstance(media, Crops):
         return [TokenizedImage(image) for image in media.images]
     if isinstance(media, ImageInput):
@@ -128,5 +127,5 @@ def _videos(media: Sequence[Media]) -> Iterator[Video]:
 
 
 def _placed_together(video: Video) -> list[Sequence[ImageInput]]:
-    """The frames that each of a video's placeholders stands for."""
+    """Frames per placeholder of a video: one if it has timestamps, else all."""
     return [[frame] for frame in video.frames] if video.timestamps else [video.frames]

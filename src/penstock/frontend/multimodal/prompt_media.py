@@ -1,4 +1,4 @@
-"""Images and videos of a model's prompts: limits, loading, and their places among the tokens."""
+"""Images and videos of a model's prompts: limits, loading, and placeholders."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .kwargs import image_kwargs, merge_media_kwargs, video_kwargs
 from .media import IMAGE, VIDEO, MediaLoader, MediaSource
 from .placeholders import Media
 from .processors import read_image_processor
-from .prompts import Crops, spread_crops
+from .prompts import Crops, expand_crops
 from .video import Video
 from .video_config import read_placeholders, read_video_processor
 
 
 class PromptMedia:
-    """The images and videos that a model's prompts may have; none for a text-only model.
+    """Loads images and videos into a model's prompts, as far as the model supports them.
 
     Args:
-        folder: the checkpoint.
+        folder: folder of the checkpoint.
     """
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, options: ModelOptions) -> None:
@@ -39,32 +39,33 @@ class PromptMedia:
         self._placeholders = read_placeholders(folder, images, self.video_processor) if images else None
         self._loader = MediaLoader(images, self.video_processor, options) if images else None
         self.sees_images, self.sees_videos = images is not None, self.video_processor is not None
-        """Whether prompts may have images, and videos."""
+        """True if prompts may have images, and videos."""
 
     def check(self, sources: Sequence[MediaSource]) -> None:
-        """Raise ``PenstockError`` where the model sees none, or a prompt has too many."""
+        """Raise ``PenstockError`` if the model does not support such media, or a prompt has too many."""
         for kind, seen in ((IMAGE, self.sees_images), (VIDEO, self.sees_videos)):
             count = sum(source.kind == kind for source in sources)
             if count and not seen:
-                words = "this model sees none, only text" if not self.sees_images else "this model sees none"
-                raise PenstockError(Code.UNSUPPORTED, f"{kind}s: {words}", f"{kind}s")
+                message = f"{kind}s: are not supported by this model{'' if self.sees_images else ', only text is'}"
+                raise PenstockError(Code.UNSUPPORTED, message, f"{kind}s")
             if count > (maximum := self._options.max_media(kind)):
-                raise invalid(f"{kind}s", f"{count} are more than a prompt may have (limit_mm_per_prompt)", maximum)
+                message = f"the prompt has {count}, and at most {maximum} are allowed (limit_mm_per_prompt)"
+                raise invalid(f"{kind}s", message, maximum)
 
     def load(self, source: MediaSource, kwargs: Mapping[str, Any] | None = None, num_images: int = 1) -> Media:
-        """Fetch, decode and resize an image or a video, which takes long. Its place in the prompt is not set.
+        """Fetch, decode and resize an image or a video; slow. Its offset in the prompt is not set.
 
         Args:
             kwargs: ``mm_processor_kwargs`` of the request.
-            num_images: of the prompt.
+            num_images: number of images in the prompt.
 
-        Raises ``PenstockError`` with one sentence where that is not possible.
+        Raises ``PenstockError`` if that fails.
         """
-        assert self._loader, "check first"
+        assert self._loader, "call check first"
         return self._loader.load(source, kwargs, num_images)
 
     def check_placeholders(self, token_ids: Sequence[int], sources: Sequence[MediaSource]) -> None:
-        """Raise ``PenstockError`` (``invalid``) where a prompt has not as many placeholders as images and videos."""
+        """Raise ``PenstockError`` (``invalid``) if the number of placeholders differs from that of images or videos."""
         assert self._placeholders
         num_videos = sum(source.kind == VIDEO for source in sources)
         self._placeholders.check(token_ids, len(sources) - num_videos, num_videos)
@@ -72,23 +73,24 @@ class PromptMedia:
     def place(
         self, token_ids: Sequence[int], text: str | None, media: Sequence[Media], add_special_tokens: bool = False
     ) -> tuple[list[int], tuple[ImageInput, ...]]:
-        """The tokens of a prompt with all placeholders, and its images and frames of videos with their places.
+        """Expand the placeholders of a prompt. Returns its token ids, and its images and video frames with offsets.
 
         Args:
-            token_ids: with as many placeholders as images and videos.
-            text: that ``token_ids`` are of; None where it is not known.
-            add_special_tokens: as ``token_ids`` were encoded.
+            token_ids: prompt with one placeholder per image and video.
+            text: text of the prompt; None if unknown.
+            add_special_tokens: as in the encoding of ``token_ids``.
         """
         placeholders, tokenizer = self._placeholders, self._tokenizer
         assert placeholders
         if any(isinstance(each, Video) and each.timestamps for each in media):
             if text is None:
-                token_ids = placeholders.spread(token_ids, media, lambda words: tokenizer.encode(words, False))
+                token_ids = placeholders.expand_timestamps(token_ids, media, lambda text: tokenizer.encode(text, False))
             else:  # a timestamp may share a token with the text before it
-                marks = placeholders.video, placeholders.start, placeholders.end
-                text = placeholders.spread_text(text, media, {mark: tokenizer.id_to_token(mark) for mark in marks})
+                ids = placeholders.video, placeholders.start, placeholders.end
+                names = {token_id: tokenizer.id_to_token(token_id) for token_id in ids}
+                text = placeholders.expand_timestamps_in_text(text, media, names)
                 token_ids = tokenizer.encode(text, add_special_tokens)
         if text is not None and any(isinstance(each, Crops) for each in media):
             marker = tokenizer.id_to_token(placeholders.image_marker)
-            token_ids = tokenizer.encode(spread_crops(text, marker, media), add_special_tokens)
+            token_ids = tokenizer.encode(expand_crops(text, marker, media), add_special_tokens)
         return placeholders.place(token_ids, media)

@@ -1,4 +1,4 @@
-"""How prompts have images: what families' processors make of them, and of the text around."""
+"""Interface of the families' image processors: pixels of images, and their tokens in prompts."""
 
 from __future__ import annotations
 
@@ -16,76 +16,76 @@ if TYPE_CHECKING:
 
 
 class TokenizedImage(NamedTuple):
-    """An image whose tokens are not all its placeholder."""
+    """Image with additional tokens, such as row separators."""
 
     image: ImageInput
     token_ids: Sequence[int] = ()
-    """In place of a placeholder; empty for as many placeholders as the image has features."""
+    """Tokens that replace the placeholder; empty: one placeholder per feature."""
     first: int = 0
-    """Index of its first feature among them."""
+    """Index of the first feature in ``token_ids``."""
 
 
 class Crops(NamedTuple):
-    """An image that a prompt has as several, or with text around."""
+    """Image that is split into several, or surrounded with text."""
 
     images: tuple[ImageInput, ...]
     text: str
-    """In place of what the chat template writes for an image; it has a placeholder for each of ``images``."""
+    """Text that replaces the chat template's text for the image, with one placeholder per item of ``images``."""
 
 
 @dataclass(frozen=True)
 class ImageProcessor(ABC):
-    """What makes pixels of a model's images, and says which tokens stand for them."""
+    """Preprocesses a model's images and defines their tokens."""
 
     placeholder: int
-    """The token that stands for a feature in prompts."""
+    """Id of the token of a feature in prompts."""
 
     @property
     def marker(self) -> int:
-        """The token that chat templates write for an image."""
+        """Id of the token that chat templates write for an image."""
         return self.placeholder
 
     @abstractmethod
     def with_kwargs(self, kwargs: Mapping[str, Any]) -> ImageProcessor:
-        """The processor with ``mm_processor_kwargs``. Raises ``PenstockError`` for unknown names and wrong values."""
+        """Apply ``mm_processor_kwargs``. Raises ``PenstockError`` for unknown names and invalid values."""
 
     @abstractmethod
     def __call__(self, image: Image, num_images: int = 1) -> ImageInput | TokenizedImage | Crops:
-        """Resize an image; its ``offset`` is to be set.
+        """Resize an image. The caller sets its ``offset``.
 
         Args:
-            num_images: of the prompt; some families take fewer pixels of each of several.
+            num_images: number of images in the prompt; some families use fewer pixels per image if there are several.
 
-        Raises ``PenstockError`` (``invalid``) for an image that is too long for its width, or too large.
+        Raises ``PenstockError`` (``invalid``) for an image with an extreme aspect ratio, or too many pixels.
         """
 
 
 class ProcessorFiles(NamedTuple):
-    """The files of a checkpoint from which its image processor is made."""
+    """Configuration of a checkpoint's image processor."""
 
     folder: Path
     config: Mapping[str, Any]
-    """``config.json``."""
+    """Content of ``config.json``."""
     image_processor: Mapping[str, Any]
-    """The image processor's configuration."""
+    """Configuration of the image processor."""
     tokenizer: Mapping[str, Any]
-    """``tokenizer_config.json``."""
+    """Content of ``tokenizer_config.json``."""
     token_id: Callable[[str], int | None]
-    """The id of a token by its name."""
+    """Returns the id of a token, by its name."""
     limit: int
-    """Pixels that an image may have."""
+    """Largest number of pixels of an image."""
 
 
 Reader = Callable[[ProcessorFiles], ImageProcessor]
-"""Makes the processor of a checkpoint. May raise ``KeyError``, ``TypeError`` or ``ValueError``, which name what is
-wrong, and ``PenstockError`` (``unsupported``)."""
+"""Creates the processor of a checkpoint. May raise ``KeyError``, ``TypeError`` or ``ValueError`` for malformed files,
+and ``PenstockError`` (``unsupported``)."""
 
 
-def spread_crops(text: str, marker: str, media: Sequence[Any]) -> str:
-    """A prompt's text with that of its images (``Crops``) in place of markers, in order. Raises ``PenstockError``
-    (``invalid``) where there are not as many markers."""
+def expand_crops(text: str, marker: str, media: Sequence[Any]) -> str:
+    """Replace the image markers in a prompt's text with the texts of its images (``Crops``), in order. Raises
+    ``PenstockError`` (``invalid``) if their numbers differ."""
     first, *rest = text.split(marker)
     crops = [one for one in media if isinstance(one, Crops)]
     if len(rest) != len(crops):
-        raise invalid("images", f"{len(crops)} are given, and the prompt has {len(rest)} placeholders for images")
+        raise invalid("images", f"the prompt has {len(rest)} placeholders for {len(crops)} images")
     return first + "".join(one.text + part for one, part in zip(crops, rest, strict=True))

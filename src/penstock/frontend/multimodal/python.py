@@ -1,4 +1,4 @@
-"""``multi_modal_data`` of Python code, in vLLM's form."""
+"""``multi_modal_data`` of the Python interface, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def python_sources(data: Any) -> list[MediaSource]:
     """The images and videos of ``multi_modal_data``. Raises ``PenstockError`` (``unsupported``) for anything else."""
     if not isinstance(data, Mapping) or (unknown := sorted(data.keys() - {IMAGE, VIDEO})):
         name = unknown[0] if isinstance(data, Mapping) else "this"
-        words = f"multi_modal_data: {name} is not supported, only image and video are"
-        raise PenstockError(Code.UNSUPPORTED, words, "multi_modal_data")
+        message = f"multi_modal_data: {name} is not supported, only image and video are"
+        raise PenstockError(Code.UNSUPPORTED, message, "multi_modal_data")
     sources: list[MediaSource] = []
     for kind in (IMAGE, VIDEO):
         given = data.get(kind)
@@ -26,7 +26,7 @@ def python_sources(data: Any) -> list[MediaSource]:
 
 
 def _is_video(given: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether this is one video: a pair of frames and metadata, or a list of frames."""
+    """True for a single video: a pair of frames and metadata, or a list of frames."""
     if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
         return True
     return bool(given) and all(getattr(frame, "ndim", 0) == 3 or hasattr(frame, "getbands") for frame in given)

@@ -1,4 +1,4 @@
-"""What the processors of several families share: options of image processors, resizing, and tiles of an image."""
+"""Shared code of the families' image processors: options, resizing, and tiles."""
 
 from __future__ import annotations
 
@@ -17,39 +17,40 @@ if TYPE_CHECKING:
 
 CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 HALF = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
-"""Mean and standard deviation of channels."""
+"""Mean and standard deviation of the channels (red, green, blue)."""
 BILINEAR, BICUBIC = 2, 3
-"""Pillow's filters."""
+"""Numbers of Pillow's resampling filters."""
 STEPS = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
+"""Preprocessing steps that must not be disabled."""
 Pixel = tuple[float, float, float]
 
 
 class Resizing(NamedTuple):
-    """How a processor makes pixels of images."""
+    """Resizing and normalization of images."""
 
     mean: Pixel
     std: Pixel
     resample: int
-    """Pillow's filter."""
+    """Number of Pillow's resampling filter."""
     limit: int
-    """Pixels of an image's tiles together, at most."""
+    """Largest total number of pixels of an image's tiles."""
 
     def check(self, tiles: int, height: int, width: int) -> None:
-        """Raise ``PenstockError`` (``invalid``) for more pixels than an image may have."""
+        """Raise ``PenstockError`` (``invalid``) if tiles of this size exceed the limit."""
         if tiles * height * width > self.limit:
             size = f"{tiles} tiles of {width} x {height}" if tiles > 1 else f"{width} x {height}"
-            words = f"would be resized to {size} pixels, more than max_image_pixels ({self.limit})"
-            raise invalid("image", words, self.limit)
+            message = f"would be resized to {size} pixels, more than max_image_pixels ({self.limit})"
+            raise invalid("image", message, self.limit)
 
     def resize(self, image: Image, height: int, width: int) -> Image:
-        """The image in that size."""
         return image.resize((width, height), self.resample)
 
     def image_input(self, tiles: Sequence[Image], **fields: Any) -> ImageInput:
-        """An image of its tiles, which are of one size; its ``offset`` is to be set.
+        """Create the engine's input for an image. The caller sets its ``offset``.
 
         Args:
-            fields: others of ``ImageInput``.
+            tiles: tiles of the image, all of the same size.
+            fields: other fields of ``ImageInput``.
         """
         width, height = tiles[0].size
         shape = (len(tiles), height, width, self.mean, self.std, sorted(fields.items()))
@@ -75,22 +76,25 @@ def read_resizing(
     colours: tuple[Pixel, Pixel] = CLIP,
     resample: int = BICUBIC,
 ) -> Resizing:
-    """Read what all image processors have.
+    """Read the options that all image processors have.
 
     Args:
-        kinds: names of processors that do the same, without ``Fast`` or ``Pil``.
-        colours, resample: where the file does not say.
+        kinds: class names of supported processors, without ``Fast`` or ``Pil``.
+        colours: default mean and standard deviation.
+        resample: default filter.
 
-    Raises ``PenstockError`` (``unsupported``) for another processor, or steps that are left out, and ``TypeError`` or
-    ``ValueError`` where values are wrong.
+    Raises ``PenstockError`` (``unsupported``) for another processor or disabled steps, and ``TypeError`` or
+    ``ValueError`` for invalid values.
     """
     given = files.image_processor
     kind = str(given.get("image_processor_type") or kinds[0])
     if kind.removesuffix("Fast").removesuffix("Pil") not in kinds:
-        raise PenstockError(Code.UNSUPPORTED, f"{files.folder} has the image processor {kind!r:.50}", "model")
+        message = f"the image processor {kind!r:.50} of {files.folder} is not supported; supported: {', '.join(kinds)}"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
     for name in STEPS:
         if given.get(name) is False:
-            raise PenstockError(Code.UNSUPPORTED, f"{files.folder} has an image processor with {name} false", "model")
+            message = f"the image processor of {files.folder} has {name} false, which is not supported"
+            raise PenstockError(Code.UNSUPPORTED, message, "model")
     mean, std = (
         channels(given.get(name) or default) for name, default in zip(("image_mean", "image_std"), colours, strict=True)
     )
@@ -102,7 +106,7 @@ def read_resizing(
 
 
 def read_edges(size: Any, default: int) -> tuple[int, int]:
-    """Height and width of ``size``. Raises ``TypeError`` or ``ValueError`` where it is wrong."""
+    """Height and width of a configured ``size``. Raises ``TypeError`` or ``ValueError`` if it is invalid."""
     size = {"height": default, "width": default} if size is None else size
     if not isinstance(size, Mapping):
         size = {"height": size, "width": size}
@@ -114,24 +118,24 @@ def read_edges(size: Any, default: int) -> tuple[int, int]:
 
 
 def check_kwargs(kwargs: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raise ``PenstockError`` (``unsupported``) for ``mm_processor_kwargs`` that a model's processor does not have."""
+    """Raise ``PenstockError`` (``unsupported``) for unknown names in ``mm_processor_kwargs``."""
     if unknown := sorted(kwargs.keys() - set(known)):
         only = f"only {', '.join(known)} are" if known else "this model's processor has none"
-        words = f"mm_processor_kwargs: {unknown[0]!r:.50} is not supported, {only}"
-        raise PenstockError(Code.UNSUPPORTED, words, "mm_processor_kwargs")
+        message = f"mm_processor_kwargs: {unknown[0]!r:.50} is not supported, {only}"
+        raise PenstockError(Code.UNSUPPORTED, message, "mm_processor_kwargs")
 
 
-def count_of(kwargs: Mapping[str, Any], name: str, default: int, largest: int = 2**31) -> int:
-    """A number of ``mm_processor_kwargs``. Raises ``PenstockError`` (``invalid``) where it is out of range."""
+def read_count(kwargs: Mapping[str, Any], name: str, default: int, largest: int = 2**31) -> int:
+    """Positive integer in ``mm_processor_kwargs``. Raises ``PenstockError`` (``invalid``) if it is out of range."""
     value = kwargs.get(name)
     if value is None:
         return default
     if type(value) is not int or not 1 <= value <= largest:
-        raise invalid("mm_processor_kwargs", f"{name} must be a whole number from 1 to {largest}", largest)
+        raise invalid("mm_processor_kwargs", f"{name} must be an integer from 1 to {largest}", largest)
     return value
 
 
 def channels(given: Any) -> Pixel:
-    """A number for each of red, green and blue."""
+    """Convert a list of three numbers to a pixel (red, green, blue)."""
     red, green, blue = map(float, given)
     return red, green, blue

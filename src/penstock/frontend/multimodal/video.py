@@ -1,4 +1,4 @@
-"""Videos as the processors of Qwen2-VL, Qwen2.5-VL and Qwen3-VL take them: which frames, how large, at which times."""
+"""Video preprocessing of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: frame sampling, resizing, and timestamps."""
 
 from __future__ import annotations
 
@@ -19,84 +19,84 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SAMPLING_KWARGS = ("fps", "num_frames", "min_frames", "max_frames", "do_sample_frames")
-"""Fields of ``mm_processor_kwargs`` that are for videos alone."""
+"""Names in ``mm_processor_kwargs`` that apply to videos only."""
 KWARGS = ("min_pixels", "max_pixels", "size", *SAMPLING_KWARGS)
 UNKNOWN_FPS = 24.0
-"""Frames per second of a video that does not say it, as in transformers."""
+"""Default frames per second of a video without metadata, as in transformers."""
 
 
 class Video(NamedTuple):
-    """A video as a prompt has it."""
+    """Preprocessed video."""
 
     frames: tuple[ImageInput, ...]
-    """Frames that share features, one after the other; their ``offset`` is to be set."""
+    """Groups of ``temporal_patch_size`` frames, in order, without offsets in the prompt."""
     timestamps: tuple[str, ...]
-    """Text before each of them; empty where their places in the prompt follow each other."""
+    """Text before each group; empty if all groups share one placeholder."""
 
 
 class VideoProcessor(msgspec.Struct, frozen=True, kw_only=True):
-    """How a video's frames are chosen, resized and placed (transformers' ``Qwen2VLVideoProcessor`` and
+    """Samples and resizes the frames of videos (transformers' ``Qwen2VLVideoProcessor`` and
     ``Qwen3VLVideoProcessor``)."""
 
     placeholder: int
-    """The token that stands for a feature in prompts."""
+    """Id of the token of a feature in prompts."""
     edge: int
-    """Pixels of a feature's edge."""
+    """Width and height of a feature in pixels (patch size times merge size)."""
     temporal_patch_size: int
-    """Frames that share features."""
+    """Number of frames that share features."""
     min_pixels: int
     max_pixels: int
-    """Of a frame once it is resized; with ``timestamps`` of all frames together."""
+    """Limits of the pixels of a resized frame; with ``timestamps`` of all frames together."""
     timestamps: bool
-    """Qwen3-VL: the time of frames is text before them, and frames are taken from the first to the last."""
+    """True for Qwen3-VL: timestamps are text before the frames, and the first and last frame are always sampled."""
     tokens_per_second: float = 0.0
-    """Positions in time of a second (Qwen2.5-VL); 0 counts features."""
+    """Temporal positions per second (Qwen2.5-VL); 0: one position per group of frames."""
     fps: float | None = 2.0
     num_frames: int | None = None
-    """How many frames are taken: so many in a second, or so many in all; with neither, all of them."""
+    """Number of frames to sample, per second or in total; both None: all frames."""
     min_frames: int = 4
     max_frames: int = 768
-    """Limits of the number that ``fps`` gives."""
+    """Limits of the number of frames sampled with ``fps``."""
     cap_pixels_per_frame: bool = False
     max_video_tokens: int = 0
-    """With the former, features that limit a frame's pixels: of a frame with ``timestamps``, else of the video."""
+    """With ``cap_pixels_per_frame``, limit of features: per frame with ``timestamps``, else per video."""
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     resample: int = 3
-    """Pillow's filter: 3 is bicubic."""
+    """Number of Pillow's resampling filter; 3: bicubic."""
     frame_limit: int = 768
-    """Frames that are taken, at most."""
+    """Largest number of sampled frames."""
     pixel_limit: int = 2**27
-    """Pixels of all frames together once they are resized, at most."""
+    """Largest total number of pixels of the resized frames."""
 
     def with_kwargs(self, kwargs: Mapping[str, Any]) -> VideoProcessor:
-        """The processor with ``mm_processor_kwargs``. Raises ``PenstockError`` for unknown names and wrong values."""
+        """Apply ``mm_processor_kwargs``. Raises ``PenstockError`` for unknown names and invalid values."""
         if unknown := sorted(kwargs.keys() - set(KWARGS)):
-            words = f"{unknown[0]!r:.50} is not supported, only {', '.join(KWARGS)} are"
-            raise PenstockError(Code.UNSUPPORTED, f"mm_processor_kwargs: {words}", "mm_processor_kwargs")
+            message = f"{unknown[0]!r:.50} is not supported, only {', '.join(KWARGS)} are"
+            raise PenstockError(Code.UNSUPPORTED, f"mm_processor_kwargs: {message}", "mm_processor_kwargs")
         smallest, largest = read_pixel_limits(kwargs, self.min_pixels, self.max_pixels)
         changes: dict[str, Any] = {"min_pixels": smallest, "max_pixels": largest}
         changes |= {name: kwargs[name] for name in ("min_frames", "max_frames") if kwargs.get(name) is not None}
         fps, num_frames = kwargs.get("fps"), kwargs.get("num_frames")
         if fps is not None and num_frames is not None:
-            raise invalid("mm_processor_kwargs", "fps and num_frames exclude each other")
+            raise invalid("mm_processor_kwargs", "fps and num_frames cannot be combined")
         if fps is not None or num_frames is not None or kwargs.get("do_sample_frames") is False:
             changes |= {"fps": fps, "num_frames": num_frames}
         whole = [value for name, value in changes.items() if name != "fps" and value is not None]
         if not all(type(value) is int and 1 <= value <= MAX_VALUE for value in whole):
-            raise invalid("mm_processor_kwargs", "numbers of pixels and frames must be whole numbers from 1 on", 1)
+            raise invalid("mm_processor_kwargs", "numbers of pixels and frames must be integers of at least 1", 1)
         if fps is not None and not (isinstance(fps, int | float) and 0 < fps < math.inf):
             raise invalid("mm_processor_kwargs", "fps must be more than 0", 0)
         return msgspec.structs.replace(self, **changes)
 
     def sample(self, total: int, fps: float) -> list[int]:
-        """The frames to take, in order.
+        """Indices of the frames to sample, in order.
 
         Args:
-            total: number of frames.
-            fps: frames per second.
+            total: number of frames of the video.
+            fps: frames per second of the video.
 
-        Raises ``PenstockError`` (``invalid``) where there are too many.
+        Raises ``PenstockError`` (``invalid``) for too many frames.
         """
         import numpy as np
 
@@ -110,25 +110,22 @@ class VideoProcessor(msgspec.Struct, frozen=True, kw_only=True):
             indices = [] if count > self.frame_limit else np.linspace(0, total - 1, count).round().astype(int).tolist()
         else:
             if self.num_frames is None:
-                most = min(self._max_frames, total) // temporal * temporal
-                count = int(min(max(total / fps * (self.fps or 1), self.min_frames), most)) // temporal * temporal
+                maximum = min(self._max_frames, total) // temporal * temporal
+                count = int(min(max(total / fps * (self.fps or 1), self.min_frames), maximum)) // temporal * temporal
             else:
                 count = min(round(self.num_frames / temporal), total // temporal) * temporal
             count = count or min(total, temporal)
-            places = np.arange(0, total, total / count) if count <= self.frame_limit else np.empty(0)
-            indices = places.astype(np.float32).astype(int).tolist()
+            positions = np.arange(0, total, total / count) if count <= self.frame_limit else np.empty(0)
+            indices = positions.astype(np.float32).astype(int).tolist()
         if count > self.frame_limit:
-            words = f"has {count} frames, more than max_video_frames ({self.frame_limit}); take fewer by fps"
-            raise invalid("video", words, self.frame_limit)
+            message = f"has {count} frames, more than max_video_frames ({self.frame_limit}); sample fewer (fps)"
+            raise invalid("video", message, self.frame_limit)
         return indices
 
     def resized(self, frame: Image, size: tuple[int, int]) -> bytes:
-        """A frame's pixels, ``[height, width, 3]`` uint8, RGB.
+        """Resize a frame to ``size`` (height, width); returns ``[height, width, 3]`` uint8, RGB.
 
-        The rows are resized first, as PyTorch does; Pillow alone would begin with the columns where that is faster.
-
-        Args:
-            size: height and width.
+        Resizes the width first, as PyTorch does; Pillow would resize the height first where that is faster.
         """
         height, width = size
         rows = frame.convert("RGB").resize((width, frame.height), self.resample)
@@ -139,8 +136,8 @@ class VideoProcessor(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.max_frames, self.frame_limit)
 
     def size(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
-        """Height and width of the resized frames. Raises ``PenstockError`` (``invalid``) for a video that is too long
-        for its width, or too large."""
+        """Height and width of the resized frames. Raises ``PenstockError`` (``invalid``) for an extreme aspect ratio or
+        too many pixels."""
         edge, temporal, largest = self.edge, self.temporal_patch_size, self.max_pixels
         if self.timestamps:
             num_frames = max(num_frames, temporal)
@@ -157,8 +154,9 @@ class VideoProcessor(msgspec.Struct, frozen=True, kw_only=True):
             frames = 1, 1
         resized = smart_resize(height, width, edge, self.min_pixels, largest, *frames)
         if num_frames * resized[0] * resized[1] > self.pixel_limit:
-            words = f"would be {num_frames} frames of {resized[1]} x {resized[0]} pixels, more than max_video_pixels"
-            raise invalid("video", f"{words} ({self.pixel_limit}); take fewer or smaller ones", self.pixel_limit)
+            size = f"{num_frames} frames of {resized[1]} x {resized[0]} pixels"
+            message = f"has {size} after resizing, more than max_video_pixels ({self.pixel_limit})"
+            raise invalid("video", f"{message}; sample fewer or smaller frames", self.pixel_limit)
         return resized
 
     def __call__(
@@ -169,13 +167,13 @@ class VideoProcessor(msgspec.Struct, frozen=True, kw_only=True):
         total: int,
         fps: float,
     ) -> Video:
-        """A video of its resized frames.
+        """Create a video from its resized frames.
 
         Args:
-            frames: ``[height, width, 3]`` uint8, RGB, each.
+            frames: pixels of each frame, ``[height, width, 3]`` uint8, RGB.
             size: height and width.
-            indices: which frames of the file these are.
-            total, fps: as of ``sample``.
+            indices: indices of the frames in the video.
+            total, fps: as for ``sample``.
         """
         temporal, (height, width) = self.temporal_patch_size, size
         rows, columns = height // self.edge, width // self.edge
@@ -202,11 +200,8 @@ class VideoProcessor(msgspec.Struct, frozen=True, kw_only=True):
         return Video(tuple(made), tuple(timestamps))
 
     def _interval(self, fps: float) -> Any:
-        """Positions in time from one feature to the next, float32.
-
-        Args:
-            fps: of the frames that are taken.
-        """
+        """Temporal distance between groups of frames in positions, float32, if ``fps`` frames per second are
+        sampled."""
         import numpy as np
 
         seconds = np.float32(self.temporal_patch_size / fps)

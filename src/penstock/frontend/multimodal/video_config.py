@@ -1,4 +1,4 @@
-"""The video processor of a checkpoint, from its configuration files."""
+"""Reader of a checkpoint's video processor configuration."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from .video import VideoProcessor
 
 PROCESSORS = ("Qwen2VLVideoProcessor", "Qwen2_5_VLVideoProcessor", "Qwen3VLVideoProcessor")
 FILES = ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json")
-"""The first that has a video processor; that of images stands for it in older checkpoints."""
+"""Files with the configuration; the first one found is used. Older checkpoints have only the image processor's."""
 FPS = 2.0
-"""Frames per second where the checkpoint says nothing, as in Qwen's own code."""
+"""Default frames per second to sample, as in Qwen's code."""
 
 
 def read_video_processor(
     folder: Path, kwargs: Mapping[str, Any], frame_limit: int, pixel_limit: int
 ) -> VideoProcessor | None:
-    """The processor of a checkpoint; None of a model that sees no videos.
+    """Read the video processor of a checkpoint; None for a model without videos.
 
     Args:
         kwargs: ``mm_processor_kwargs`` for videos.
-        frame_limit, pixel_limit: as of ``VideoProcessor``.
+        frame_limit, pixel_limit: as in ``VideoProcessor``.
 
-    Raises ``PenstockError``: ``invalid`` where a file is broken, ``unsupported`` for another kind of processor.
+    Raises ``PenstockError``: ``invalid`` if a file is malformed, ``unsupported`` for another kind of processor.
     """
     if not (folder / CONFIG).is_file():
         return None
@@ -43,7 +43,7 @@ def read_video_processor(
         return None
     given, timestamps = _read(folder), architecture in QWEN3_VL
     if (kind := given.get("video_processor_type", PROCESSORS[0])) not in PROCESSORS:
-        raise PenstockError(Code.UNSUPPORTED, f"{folder} has the video processor {kind!r:.50}", "model")
+        raise PenstockError(Code.UNSUPPORTED, f"the video processor {kind!r:.50} of {folder} is not supported", "model")
     try:
         vision = config["vision_config"]
         edge = int(given.get("patch_size") or vision.get("patch_size", 16 if timestamps else 14))
@@ -75,12 +75,12 @@ def read_video_processor(
         if min(processor.edge, processor.temporal_patch_size) < 1 or not 0 <= processor.resample <= 5:
             raise ValueError("patch_size, merge_size, temporal_patch_size or resample is out of range")
     except (KeyError, AttributeError, TypeError, ValueError) as error:
-        raise invalid("model", f"{folder} has a broken {CONFIG} or video processor: {error}") from error
+        raise invalid("model", f"{CONFIG} or the video processor of {folder} is invalid: {error}") from error
     return processor.with_kwargs(kwargs)
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """The video processor's configuration; empty without any."""
+    """Configuration of the video processor; empty if there is none."""
     for name in FILES:
         if not (folder / name).is_file():
             continue
@@ -90,12 +90,12 @@ def _read(folder: Path) -> dict[str, Any]:
                 continue
             return dict(result.get("video_processor", result))
         except (OSError, ValueError, RecursionError, AttributeError, TypeError) as error:
-            raise invalid("model", f"{folder / name} is broken: {error}") from error
+            raise invalid("model", f"{folder / name} is malformed: {error}") from error
     return {}
 
 
 def read_placeholders(folder: Path, images: ImageProcessor, videos: VideoProcessor | None) -> Placeholders:
-    """The placeholders of a checkpoint's prompts."""
+    """Read the placeholder tokens of a checkpoint."""
     config = read_config_json(folder, weights=False)
     start, end = (
         int(config.get(f"vision_{side}_token_id", token)) for side, token in (("start", 151652), ("end", 151653))

@@ -1,4 +1,4 @@
-"""Decoding of video files, which are not trusted, with PyAV in a process of its own
+"""Decoding of untrusted video files with PyAV, in a separate process
 (``python -m penstock.frontend.multimodal.video_decoding``)."""
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,flv,ogg,mpeg,mpegts,gif,apng"
-"""FFmpeg's names of the containers that are read. None of them refers to other files, as playlists do."""
+"""FFmpeg's names of the supported containers. None can refer to other files, as playlists do."""
 TOLERANCE = 0.05
-"""Share of a video's frames that may be missing at its end, in whose place the last one stands."""
+"""Largest fraction of frames that may be missing at the end; they are replaced with copies of the last frame."""
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What the process is asked; the file follows."""
+    """Request to the decoding process, followed by the file."""
 
     processor: VideoProcessor
     max_pixels: int
-    """Of a frame of the file."""
+    """Largest number of pixels of a frame in the file."""
     timeout: float
-    """Seconds of processor time."""
+    """Limit of processor time in seconds."""
 
 
 class Decoded(msgspec.Struct, frozen=True):
-    """The reply: a failure, or the chosen frames, resized."""
+    """Reply: a failure, or the sampled and resized frames."""
 
     failure: Failure | None = None
     frames: list[bytes] = []
@@ -46,21 +46,21 @@ class Decoded(msgspec.Struct, frozen=True):
 
 
 def require_av() -> None:
-    """Raise ``PenstockError`` (``unsupported``) where PyAV is not installed."""
+    """Raise ``PenstockError`` (``unsupported``) if PyAV is not installed."""
     if importlib.util.find_spec("av") is None:
-        words = "video: reading one takes PyAV, which is not installed: pip install 'penstock-llm[video]'"
-        raise PenstockError(Code.UNSUPPORTED, words, "video")
+        message = "video: decoding needs PyAV, which is not installed: pip install 'penstock-llm[video]'"
+        raise PenstockError(Code.UNSUPPORTED, message, "video")
 
 
 def decode_video(data: bytes, processor: VideoProcessor, max_pixels: int, timeout: float) -> Video:
     """Decode a video file.
 
     Args:
-        max_pixels: of a frame of the file.
-        timeout: seconds that it may take.
+        max_pixels: largest number of pixels of a frame in the file.
+        timeout: time limit in seconds.
 
-    Raises ``PenstockError`` with one sentence: ``invalid`` for another format, a damaged file, and what exceeds a
-    limit; ``unsupported`` where PyAV is not installed.
+    Raises ``PenstockError``: ``invalid`` for an unsupported format, a damaged file, or an exceeded limit;
+    ``unsupported`` if PyAV is not installed.
     """
     require_av()
     request = Request(processor, max_pixels, timeout)
@@ -71,7 +71,7 @@ def decode_video(data: bytes, processor: VideoProcessor, max_pixels: int, timeou
     return processor(decoded.frames, decoded.size, decoded.indices, decoded.total, decoded.fps)
 
 
-# --- In the other process --------------------------------------------------------------------------------------------
+# --- Decoding process ------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
@@ -86,9 +86,9 @@ def _reply(data: bytes, request: Request) -> Decoded:
     except PenstockError as error:
         return Decoded(error.failure)
     except MemoryError:
-        return Decoded(invalid("video", f"takes more than {MAX_MEMORY >> 30} GiB of memory to decode").failure)
+        return Decoded(invalid("video", f"needs more than {MAX_MEMORY >> 30} GiB of memory to decode").failure)
     except (FFmpegError, ValueError, OverflowError) as error:
-        return Decoded(invalid("video", f"is a damaged video, or in a format that is not read: {error!r:.100}").failure)
+        return Decoded(invalid("video", f"is damaged, or in an unsupported format: {error!r:.100}").failure)
 
 
 def _decode(data: bytes, request: Request) -> Decoded:
@@ -98,7 +98,7 @@ def _decode(data: bytes, request: Request) -> Decoded:
         total = sum(1 for packet in container.demux(stream) if packet.size and not packet.is_discard)
         fps = float(stream.average_rate or stream.guessed_rate or 0)
     if not total or not 0 < fps < 1e6:
-        raise invalid("video", "is a damaged video: it has no frames, or no frame rate")
+        raise invalid("video", "is damaged: it has no frames, or no frame rate")
     indices = processor.sample(total, fps)
     size = (0, 0)
     frames: list[bytes] = []
@@ -114,7 +114,7 @@ def _decode(data: bytes, request: Request) -> Decoded:
                 break
     missing = len(indices) - len(frames)
     if missing and (not frames or number + 1 < total * (1 - TOLERANCE) - 1):
-        raise invalid("video", f"is a damaged video: {number + 1} of its {total} frames can be read")
+        raise invalid("video", f"is damaged: only {number + 1} of its {total} frames can be decoded")
     return Decoded(None, [*frames, *frames[-1:] * missing], indices, total, fps, size)
 
 
@@ -126,17 +126,17 @@ def _open(data: bytes) -> Any:
 
 def _video_stream(container: Any, max_pixels: int) -> Any:
     if not container.streams.video:
-        raise invalid("video", "has sound alone")
+        raise invalid("video", "has no video stream")
     stream = container.streams.video[0]
     if (count := stream.width * stream.height) > max_pixels or not count:
-        words = f"has frames of {stream.width} x {stream.height} pixels, and at most {max_pixels} are taken"
-        raise invalid("video", f"{words} (max_image_pixels)", max_pixels)
-    stream.codec_context.options = {"max_pixels": str(max_pixels)}  # of later frames, too
+        message = f"has frames of {stream.width} x {stream.height} pixels, and at most {max_pixels} are allowed"
+        raise invalid("video", f"{message} (max_image_pixels)", max_pixels)
+    stream.codec_context.options = {"max_pixels": str(max_pixels)}  # limits later frames, too
     return stream
 
 
 def _upright(frame: Any) -> Image:
-    """A frame as it is to be shown."""
+    """Convert a frame to an image, rotated for display."""
     import numpy as np
     from PIL import Image as pillow
 

@@ -1,4 +1,4 @@
-"""Videos of Python code: frames that are decoded already."""
+"""Videos given as decoded frames in the Python interface."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ from .video import UNKNOWN_FPS, Video, VideoProcessor
 
 
 def process_frames(value: Any, processor: VideoProcessor, max_pixels: int) -> Video:
-    """A video of frames.
+    """Create a video from frames.
 
     Args:
-        value: an array ``[frames, height, width, 3]`` of uint8, or a list of images; or a pair of these and what is
-            known of them: ``fps``, and where they were taken from a longer video, ``total_num_frames`` and
-            ``frames_indices``. Frames are chosen where ``fps`` is known and ``frames_indices`` is not.
-        max_pixels: of a frame.
+        value: uint8 array ``[frames, height, width, 3]``, or a list of images; or a pair of these and metadata:
+            ``fps``, and for frames sampled from a longer video ``total_num_frames`` and ``frames_indices``. Frames are
+            sampled if ``fps`` is given and ``frames_indices`` is not.
+        max_pixels: largest number of pixels of a frame.
 
-    Raises ``PenstockError`` (``invalid``) for anything else, and what exceeds a limit.
+    Raises ``PenstockError`` (``invalid``) for anything else, or an exceeded limit.
     """
-    frames, known = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
-    if not isinstance(known, Mapping) or not hasattr(frames, "__len__") or getattr(frames, "ndim", 4) != 4:
-        raise invalid("video", "must be an array [frames, height, width, 3] of uint8, a list of images, or bytes")
+    frames, metadata = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
+    if not isinstance(metadata, Mapping) or not hasattr(frames, "__len__") or getattr(frames, "ndim", 4) != 4:
+        raise invalid("video", "must be a uint8 array [frames, height, width, 3], a list of images, or bytes")
     if not (count := len(frames)):
         raise invalid("video", "has no frames")
-    fps, total, indices = _metadata(known, count)
-    if indices or not known.get("fps"):
+    fps, total, indices = _read_metadata(metadata, count)
+    if indices or not metadata.get("fps"):
         processor = msgspec.structs.replace(processor, fps=None, num_frames=None)
-    taken = processor.sample(count, fps)
-    images = [as_image(frames[index], max_pixels, "video") for index in taken]
+    sampled = processor.sample(count, fps)
+    images = [as_image(frames[index], max_pixels, "video") for index in sampled]
     size = processor.size(len(images), images[0].height, images[0].width)
-    return processor([processor.resized(image, size) for image in images], size, indices or taken, total, fps)
+    return processor([processor.resized(image, size) for image in images], size, indices or sampled, total, fps)
 
 
-def _metadata(known: Mapping[str, Any], count: int) -> tuple[float, int, list[int]]:
-    """Frames per second and number of frames of the whole video, and which of them there are; none where that is all.
+def _read_metadata(metadata: Mapping[str, Any], count: int) -> tuple[float, int, list[int]]:
+    """Frames per second and number of frames of the whole video, and indices of the given frames (empty: all).
 
-    Raises ``PenstockError`` (``invalid``) where they are wrong.
+    Raises ``PenstockError`` (``invalid``) for invalid metadata.
     """
     try:
-        fps = float(known.get("fps") or UNKNOWN_FPS)
-        total = int(known.get("total_num_frames") or count)
-        given = known.get("frames_indices")
+        fps = float(metadata.get("fps") or UNKNOWN_FPS)
+        total = int(metadata.get("total_num_frames") or count)
+        given = metadata.get("frames_indices")
         indices = [] if given is None else [int(index) for index in given]
     except (TypeError, ValueError, OverflowError) as error:
-        raise invalid("video", f"has broken metadata: {error}") from error
+        raise invalid("video", f"has invalid metadata: {error}") from error
     if not 0 < fps < math.inf or (indices and (len(indices) != count or not 0 <= min(indices) <= max(indices) < total)):
-        raise invalid("video", "has metadata that do not fit its frames")
+        raise invalid("video", "has metadata that do not match its frames")
     return fps, total if indices else count, indices

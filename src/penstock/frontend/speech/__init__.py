@@ -1,1 +1,1 @@
-"""Speech: audio files to log-mel features."""
+"""Speech-to-text: audio decoding, log-mel features, and transcription."""

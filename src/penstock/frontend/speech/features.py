@@ -1,4 +1,4 @@
-"""Log-mel features of audio, as Whisper has them (Radford et al., 2022, section 2.2)."""
+"""Log-mel features of audio, as in Whisper (Radford et al., 2022, section 2.2)."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ import numpy as np
 from penstock.core.errors import invalid
 
 CONFIGS = ("processor_config.json", "preprocessor_config.json")
-"""Files that may have the features, the first one under ``feature_extractor`` or ``audio_processor``."""
+"""Files with the configuration; in the first one under ``feature_extractor`` or ``audio_processor``."""
 LOGARITHMIC_FROM = 1000.0
-"""Hertz up to which Slaney's mel scale is linear, 15 mels there."""
+"""Frequency in hertz (15 mels) up to which Slaney's mel scale is linear."""
 MELS_PER_HERTZ = 3 / 200
 STEP = 27 / np.log(6.4)
-"""Mels of a factor of e above ``LOGARITHMIC_FROM``."""
+"""Mels per factor of e in frequency above ``LOGARITHMIC_FROM``."""
 MEL_FLOOR = 1e-10
 DYNAMIC_RANGE = 8.0
-"""Of the features, in powers of ten, below the loudest."""
+"""Range of the features below their maximum, in powers of ten."""
 
 
 @dataclass(frozen=True)
 class LogMelFeatures:
-    """Computes the features of audio. Fields are those of ``preprocessor_config.json``."""
+    """Computes log-mel features of audio. The fields are those of ``preprocessor_config.json``."""
 
     feature_size: int = 80
-    """Mel bins."""
+    """Number of mel bins."""
     sampling_rate: int = 16_000
     hop_length: int = 160
     n_fft: int = 400
     chunk_length: int = 30
-    """Seconds of a window."""
+    """Duration of a window in seconds."""
 
     @property
     def num_samples(self) -> int:
-        """Samples of a window."""
+        """Number of samples of a window."""
         return self.chunk_length * self.sampling_rate
 
     @property
     def num_frames(self) -> int:
-        """Frames of a window."""
+        """Number of frames of a window."""
         return self.num_samples // self.hop_length
 
     def __call__(self, samples: np.ndarray) -> np.ndarray:
-        """The features of a recording, ``[feature_size, frames]`` float32. Silence follows one that is shorter than a
-        window.
+        """Compute the features of a recording, ``[feature_size, frames]`` float32. Recordings shorter than a window are
+        padded with silence.
 
         Args:
             samples: ``[samples]`` float32 from -1 to 1.
@@ -59,31 +59,28 @@ class LogMelFeatures:
         frames = np.lib.stride_tricks.sliding_window_view(padded, self.n_fft)[:: self.hop_length]
         logs = np.empty((self.feature_size, count // self.hop_length), np.float32)
         for start in range(0, logs.shape[1], self.num_frames):
-            some = slice(start, min(start + self.num_frames, logs.shape[1]))
-            power = np.abs(np.fft.rfft(frames[some].astype(np.float64) * self._window)) ** 2
-            logs[:, some] = np.log10(np.maximum(self._filters @ power.T, MEL_FLOOR))
+            window = slice(start, min(start + self.num_frames, logs.shape[1]))
+            power = np.abs(np.fft.rfft(frames[window].astype(np.float64) * self._window)) ** 2
+            logs[:, window] = np.log10(np.maximum(self._filters @ power.T, MEL_FLOOR))
         result: np.ndarray = (np.maximum(logs, logs.max() - DYNAMIC_RANGE) + 4) / 4
         return result
 
     def window(self, features: np.ndarray, start: int) -> np.ndarray:
-        """The window that begins with frame ``start``, ``[feature_size, num_frames]``. Silence follows a recording.
-
-        Args:
-            features: of a recording.
-        """
-        some = features[:, start : start + self.num_frames]
+        """Window of a recording's features from frame ``start`` on, ``[feature_size, num_frames]``, padded with
+        silence."""
+        window = features[:, start : start + self.num_frames]
         silence = max((np.log10(MEL_FLOOR) + 4) / 4, features.max() - DYNAMIC_RANGE / 4)
-        missing = self.num_frames - some.shape[1]
-        return np.ascontiguousarray(np.pad(some, ((0, 0), (0, missing)), constant_values=silence))
+        missing = self.num_frames - window.shape[1]
+        return np.ascontiguousarray(np.pad(window, ((0, 0), (0, missing)), constant_values=silence))
 
     @cached_property
     def _window(self) -> np.ndarray:
-        """Hann's, periodic."""
+        """Periodic Hann window."""
         return np.hanning(self.n_fft + 1)[:-1]
 
     @cached_property
     def _filters(self) -> np.ndarray:
-        """Triangles in Slaney's mel scale, of equal area, ``[feature_size, n_fft / 2 + 1]`` float64."""
+        """Triangular filters of equal area on Slaney's mel scale, ``[feature_size, n_fft / 2 + 1]`` float64."""
         frequencies = np.linspace(0, self.sampling_rate // 2, 1 + self.n_fft // 2)
         corners = _hertz(np.linspace(0, _mels(8000.0), self.feature_size + 2))
         slopes = corners[:, None] - frequencies
@@ -94,8 +91,8 @@ class LogMelFeatures:
 
 
 def read_log_mel_features(folder: Path) -> LogMelFeatures:
-    """The features of a checkpoint's model. Raises ``PenstockError`` (``invalid``) where ``preprocessor_config.json``
-    is missing, damaged, or of another model."""
+    """Read the feature configuration of a checkpoint. Raises ``PenstockError`` (``invalid``) if
+    ``preprocessor_config.json`` is missing, malformed, or of an unsupported model."""
     path = folder / CONFIGS[0]
     try:
         given = msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.is_file() else {}
@@ -107,15 +104,15 @@ def read_log_mel_features(folder: Path) -> LogMelFeatures:
     except OSError as error:
         raise invalid("model", f"{path} cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, AttributeError, TypeError, ValueError) as error:
-        raise invalid("model", f"{path} has no features of audio that can be computed: {error}") from error
+        raise invalid("model", f"{path} has no supported audio features: {error}") from error
 
 
 def _read(given: Mapping[str, Any]) -> LogMelFeatures:
     if (kind := given.get("feature_extractor_type")) != "WhisperFeatureExtractor":
-        raise ValueError(f"feature_extractor_type is {kind!r:.60}, and WhisperFeatureExtractor is known")
+        raise ValueError(f"feature_extractor_type is {kind!r:.60}, only WhisperFeatureExtractor is supported")
     for name, value in (("padding_value", 0.0), ("dither", 0.0)):
         if given.get(name, value) != value:
-            raise ValueError(f"{name} is {given[name]}, and {value:g} is known")
+            raise ValueError(f"{name} is {given[name]}, only {value:g} is supported")
     names = ("feature_size", "sampling_rate", "hop_length", "n_fft", "chunk_length")
     features = LogMelFeatures(**{name: int(given[name]) for name in names if name in given})
     limits = {"feature_size": 1024, "sampling_rate": 96_000, "hop_length": 8192, "n_fft": 8192, "chunk_length": 120}

@@ -1,4 +1,4 @@
-"""The languages that Whisper's tokens name: ISO 639-1 codes, or others where there is none, and English names."""
+"""Languages of Whisper's language tokens: codes (ISO 639-1 where available) and English names."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ NAMES = dict(
         "ln:lingala ha:hausa ba:bashkir jw:javanese su:sundanese yue:cantonese"
     ).split()
 )
-"""By code. Spaces are underscores here."""
+"""Names by code, with underscores for spaces."""
 
 
 def language_name(code: str) -> str:
-    """The English name of a language; the code itself where it is not known."""
+    """English name of a language; the code itself if it is unknown."""
     return NAMES.get(code, code).replace("_", " ")
 
 
 def language_code(given: str) -> str:
-    """The code of a language that a request names by its code or its English name; another text as it is."""
+    """Code of a language given by its code or English name; other texts are returned in lower case."""
     wanted = given.strip().lower()
     return next((code for code in NAMES if language_name(code) == wanted), wanted)

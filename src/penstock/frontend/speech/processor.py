@@ -1,4 +1,4 @@
-"""What a model needs to transcribe audio files: how they are decoded, its features and its tokens."""
+"""Speech processor of a model: audio decoding, features and tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .transcription import SpeechTask, Transcription
 
 
 class SpeechProcessor:
-    """Makes transcriptions of files."""
+    """Creates transcriptions of audio files."""
 
     def __init__(
         self, features: LogMelFeatures, tokens: SpeechTokens, tokenizer: Tokenizer, options: ModelOptions
@@ -28,37 +28,37 @@ class SpeechProcessor:
 
     @property
     def max_file_size(self) -> int:
-        """Bytes of a file."""
+        """Limit of the file size in bytes."""
         return self._options.max_audio_size
 
     def task(
         self, translate: bool, language: str | None, prompt: str | None, timestamps: bool, words: bool = False
     ) -> SpeechTask:
-        """What a request asks for. Raises ``PenstockError`` where this model does not do it."""
+        """Create the task of a request. Raises ``PenstockError`` if the model does not support it."""
         tokens, code = self._tokens, language_code(language or "")
         if not tokens.languages and translate:
-            raise PenstockError(Code.UNSUPPORTED, "this model transcribes English, and translates nothing")
+            raise PenstockError(Code.UNSUPPORTED, "this English-only model does not support translation")
         if tokens.tasks and ("translate" if translate else "transcribe") not in tokens.tasks:
-            raise PenstockError(Code.UNSUPPORTED, "this model does not translate, it only transcribes")
+            raise PenstockError(Code.UNSUPPORTED, "this model does not support translation, only transcription")
         if code and code not in (tokens.languages or ("en",)):
             known = ", ".join(sorted(tokens.languages)) or "en"
-            raise invalid("language", f"{language!r:.40} is not known to this model; known are {known}")
+            raise invalid("language", f"{language!r:.40} is not supported by this model; supported are {known}")
         text = f" {prompt.strip()}" if prompt and prompt.strip() else ""
         ids = self._tokenizer.encode(text, add_special_tokens=False) if text else []
         if any(token >= tokens.eos for token in ids):
-            raise invalid("prompt", "has the text of a special token")
+            raise invalid("prompt", "contains a special token")
         if words and not tokens.alignment_heads:
-            message = "times of words take alignment_heads in generation_config.json, which this model has not"
+            message = "word timestamps need alignment_heads in generation_config.json, which this model lacks"
             raise PenstockError(Code.UNSUPPORTED, f"timestamp_granularities: {message}", "timestamp_granularities")
         return SpeechTask(translate, code if tokens.languages else "", ids, timestamps or words, words)
 
     def open(self, file: bytes, task: SpeechTask, max_len: int) -> Transcription:
-        """Decode a file, which takes long.
+        """Decode a file and create its transcription; slow.
 
         Args:
-            max_len: tokens of the model's context.
+            max_len: size of the model's context in tokens.
 
-        Raises ``PenstockError`` with one sentence where that is not possible.
+        Raises ``PenstockError`` if the file cannot be decoded.
         """
         options, rate = self._options, self._features.sampling_rate
         samples = decode_audio(file, rate, options.max_audio_duration, options.audio_timeout)
@@ -72,18 +72,19 @@ class SpeechProcessor:
 def read_speech_processor(
     folder: Path, tokenizer: Tokenizer, eos: int, config: Mapping[str, Any], options: ModelOptions
 ) -> SpeechProcessor:
-    """The processor of a checkpoint that transcribes (``planning.speech.is_speech``).
+    """Read the speech processor of a speech-to-text checkpoint (``checkpoint.speech.is_speech``).
 
     Args:
-        eos: the token that ends its texts.
-        config: its ``config.json``.
+        eos: id of the EOS token.
+        config: content of ``config.json``.
 
-    Raises ``PenstockError`` (``invalid``) where a file of it is damaged.
+    Raises ``PenstockError`` (``invalid``) if a file is malformed.
     """
     features = read_log_mel_features(folder)
     tokens = read_speech_tokens(folder, tokenizer.token_to_id, eos, int(config["vocab_size"]))
-    shape, wanted = (features.feature_size, features.num_frames), 2 * int(config["max_source_positions"])
-    if shape != (int(config["num_mel_bins"]), wanted):
-        words = f"preprocessor_config.json has windows of {shape[1]} frames of {shape[0]} mel bins, and config.json "
-        raise invalid("model", f"{words}{wanted} of {config['num_mel_bins']}")
+    shape = features.feature_size, features.num_frames
+    expected = int(config["num_mel_bins"]), 2 * int(config["max_source_positions"])
+    if shape != expected:
+        problem = f"preprocessor_config.json has windows of {shape[1]} frames with {shape[0]} mel bins"
+        raise invalid("model", f"{problem}, and config.json {expected[1]} frames with {expected[0]}")
     return SpeechProcessor(features, tokens, tokenizer, options)

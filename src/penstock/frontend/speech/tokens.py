@@ -1,4 +1,4 @@
-"""The tokens by which a Whisper model is told what to do, from ``generation_config.json`` and the tokenizer."""
+"""Control tokens of Whisper models, from ``generation_config.json`` and the tokenizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .languages import NAMES
 
 LANGUAGE = re.compile(r"<\|(\w+)\|>")
 MULTILINGUAL_SIZE = 51_865
-"""Vocabulary size from which on models of Whisper know languages other than English; those for English have 51,864."""
+"""Smallest vocabulary size of multilingual Whisper models; English-only ones have 51,864 tokens."""
 
 
 @dataclass(frozen=True)
@@ -24,41 +24,44 @@ class SpeechTokens:
     """Token ids."""
 
     start: int
-    """Begins a transcript."""
+    """``<|startoftranscript|>``."""
     eos: int
-    """Ends it; all tokens of text come before this one."""
+    """``<|endoftext|>``. Text tokens have smaller ids, special tokens larger ones."""
     no_timestamps: int
-    """Begins a transcript without times; that of the time 0 follows it."""
+    """``<|notimestamps|>``. The next id is the timestamp of 0 seconds."""
     previous: int | None
-    """Begins the text before the transcript."""
+    """``<|startofprev|>``, before the text that precedes the transcript."""
     languages: Mapping[str, int]
-    """By code; empty of a model for English."""
+    """Language tokens by code; empty for an English-only model."""
     tasks: Mapping[str, int]
-    """``transcribe`` and ``translate``; empty of a model for English."""
+    """Tokens of ``transcribe`` and ``translate``; empty for an English-only model."""
     suppressed: tuple[int, ...] = ()
+    """Tokens that are never generated."""
     suppressed_first: tuple[int, ...] = ()
+    """Tokens that are not generated first."""
     max_initial_timestamp: int = 50
+    """Largest first timestamp, as number of timestamp tokens after that of 0 seconds."""
     alignment_heads: tuple[tuple[int, int], ...] = ()
-    """Layer and head of each attention head that times of words are read from; empty where they are not known."""
+    """Layer and head of the attention heads used for word timestamps; empty if unknown."""
 
     @property
     def timestamp_begin(self) -> int:
-        """Of the time 0."""
+        """Timestamp token of 0 seconds."""
         return self.no_timestamps + 1
 
 
 def read_speech_tokens(
     folder: Path, token_to_id: Callable[[str], int | None], eos: int, vocab_size: int
 ) -> SpeechTokens:
-    """Read a checkpoint's. Where ``generation_config.json`` lacks the languages and tasks (of before transformers
-    4.31), they are those that the tokenizer has tokens of.
+    """Read the control tokens of a checkpoint. If ``generation_config.json`` lacks the languages and tasks (written
+    before transformers 4.31), they are taken from the tokenizer.
 
     Args:
-        token_to_id: of its tokenizer.
-        eos: the token that ends its texts.
-        vocab_size: size of the model's vocabulary, which tells whether it is for English only.
+        token_to_id: returns the id of a token of the tokenizer.
+        eos: id of the EOS token.
+        vocab_size: size of the model's vocabulary; shows whether the model is English-only.
 
-    Raises ``PenstockError`` (``invalid``) where a file is damaged, or lacks what is needed.
+    Raises ``PenstockError`` (``invalid``) if a file is malformed, or tokens are missing.
     """
     path = folder / "generation_config.json"
     try:
@@ -86,17 +89,17 @@ def read_speech_tokens(
             alignment_heads=tuple((int(layer), int(head)) for layer, head in given.get("alignment_heads") or ()),
         )
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, AttributeError, TypeError, ValueError) as error:
-        raise invalid("model", f"{path} does not say how speech is transcribed: {error}") from error
+        raise invalid("model", f"{path} has no valid Whisper configuration: {error}") from error
 
 
 def _known(tokens: Iterable[str], token_to_id: Callable[[str], int | None]) -> dict[str, int]:
-    """The ids of those tokens that the tokenizer has."""
+    """Ids of the tokens that exist in the tokenizer."""
     ids = ((token, token_to_id(token)) for token in tokens)
     return {token: token_id for token, token_id in ids if token_id is not None}
 
 
-def _token(given: Any, named: int | None) -> int:
-    token = named if given is None else given
+def _token(configured: Any, default: int | None) -> int:
+    token = default if configured is None else configured
     if token is None:
         raise ValueError("decoder_start_token_id or no_timestamps_token_id is missing")
     return int(token)

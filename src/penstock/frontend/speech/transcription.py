@@ -1,4 +1,4 @@
-"""Transcription of a recording, window by window, each from where the last whole segment of the one before ends
+"""Transcription of a recording in windows. Each window starts where the last complete segment of the previous one ends
 (Radford et al., 2022, section 3.8, and OpenAI's implementation)."""
 
 from __future__ import annotations
@@ -20,73 +20,75 @@ from .tokens import SpeechTokens
 from .words import split_words
 
 FRAMES_PER_TIME = 2
-"""Frames of features between two tokens of times."""
+"""Number of feature frames between two timestamp tokens."""
 
 
-class _Part(NamedTuple):
-    """A segment of a window, in its seconds."""
+class _WindowSegment(NamedTuple):
+    """Segment of a window."""
 
     first: int
-    """Index of its first token in the window's answer."""
+    """Index of the first token in the window's output."""
     tokens: list[int]
     start: float
+    """Seconds after the start of the window."""
     end: float
 
 
 class Word(NamedTuple):
-    """A word of a transcript, with its punctuation."""
+    """Word of a transcript, with adjacent punctuation."""
 
     text: str
     start: float
-    """Seconds."""
+    """Seconds after the start of the recording."""
     end: float
 
 
 class Segment(NamedTuple):
-    """A part of a transcript."""
+    """Segment of a transcript."""
 
     start: float
-    """Seconds."""
+    """Seconds after the start of the recording."""
     end: float
     text: str
     tokens: list[int]
     seek: int
-    """Frame at which its window begins."""
+    """First feature frame of the window."""
     avg_logprob: float | None
-    """Of its window's tokens; None where it is not known."""
+    """Mean log probability of the window's tokens; None if unknown."""
     words: Sequence[Word] = ()
-    """Empty unless they were asked for."""
+    """Words with timestamps, if requested."""
 
     @property
     def compression_ratio(self) -> float:
-        """Bytes of its text for one of zlib's; a high one tells of repetition."""
+        """Size of the text divided by its size compressed with zlib; high for repetitive text."""
         data = self.text.encode()
         return len(data) / len(zlib.compress(data))
 
 
 @dataclass(frozen=True)
 class SpeechTask:
-    """What is asked for."""
+    """Task of a transcription request."""
 
     translate: bool = False
-    """Into English."""
+    """Translate to English."""
     language: str = ""
-    """Code of the language that is spoken; empty to have it detected."""
+    """Code of the spoken language; empty: detect it."""
     prompt: Sequence[int] = ()
-    """Tokens of text that might have come before."""
+    """Token ids of text that precedes the transcript."""
     timestamps: bool = False
+    """Generate segment timestamps."""
     words: bool = False
-    """Times of words, which take ``timestamps``, and alignment heads of the model."""
+    """Compute word timestamps; needs ``timestamps``, and the model's alignment heads."""
 
 
 class Transcription:
-    """A recording's transcript: give the model what ``next_window`` returns, and ``add`` what it answers, until there
-    is no more. For times of words, give it what ``alignment`` returns in between.
+    """Transcribes a recording. Usage: run the model on what ``next_window`` returns and pass its output to ``add``,
+    until ``next_window`` returns None. For word timestamps, run it also on what ``alignment`` returns, before ``add``.
 
     Args:
-        samples: ``[samples]`` float32.
-        max_len: tokens of the model's context.
-        decode: tokens to text.
+        samples: ``[samples]`` float32 from -1 to 1.
+        max_len: size of the model's context in tokens.
+        decode: decodes token ids to text.
     """
 
     def __init__(
@@ -104,23 +106,22 @@ class Transcription:
         self._num_frames = max(len(samples) // features.hop_length, 1)
         self._frame = features.hop_length / features.sampling_rate
         self.duration = len(samples) / features.sampling_rate
-        """Seconds."""
+        """Duration of the recording in seconds."""
         self.language = task.language
-        """Code of the language, once it is detected; empty before, and of models for English."""
+        """Code of the language; empty until it is detected, and for English-only models."""
         self.segments: list[Segment] = []
         self._timestamps = task.timestamps or len(samples) > features.num_samples
         self._seek = 0
         self._window: tuple[list[int], AudioInput] | None = None
 
     def next_window(self) -> tuple[list[int], AudioInput, int] | None:
-        """The prompt and the audio of the next window, and the most tokens that the model may answer; None at the
-        end."""
+        """Prompt, audio and maximum number of output tokens of the next window; None at the end."""
         if self._seek >= self._num_frames:
             return None
         frames = self._features.num_frames
         window = self._features.window(self._mels, self._seek)
         forced = self._forced()
-        known = [few[0] for few in forced] if _all_known(forced) else []
+        known = [choices[0] for choices in forced] if _all_known(forced) else []
         prompt = [*self._previous(), self._tokens.start, *known]
         rules = DecodingRules(
             eos=self._tokens.eos,
@@ -130,16 +131,16 @@ class Transcription:
             timestamp_begin=self._tokens.timestamp_begin if self._timestamps else 0,
             max_initial_timestamp=self._tokens.max_initial_timestamp,
         )
-        most = min(self._max_len // 2 + len(rules.forced), self._max_len - len(prompt))
+        max_tokens = min(self._max_len // 2 + len(rules.forced), self._max_len - len(prompt))
         audio = AudioInput(window.tobytes(), self._features.feature_size, frames, rules, secrets.token_bytes(16))
         self._window = prompt, audio
-        return prompt, audio, max(most, 1)
+        return prompt, audio, max(max_tokens, 1)
 
     def alignment(self, token_ids: Sequence[int]) -> tuple[list[int], AudioInput] | None:
-        """The prompt and audio of a request for the times of tokens (``Alignment``); None where they are not needed.
+        """Prompt and audio of a request for the times of tokens (``Alignment``); None if they are not needed.
 
         Args:
-            token_ids: the model's answer to the last window.
+            token_ids: the model's output for the last window.
         """
         answer = self._without_end(self._answer(token_ids))
         if not self._task.words or not any(token < self._tokens.eos for token in answer):
@@ -148,15 +149,15 @@ class Transcription:
         prompt, audio = self._window
         tokens = [*prompt, *self._without_end(token_ids)]
         length = max(self._size // FRAMES_PER_TIME, 1)
-        asked = Alignment(self._tokens.alignment_heads, len(tokens) - len(answer), length)
-        return tokens, msgspec.structs.replace(audio, alignment=asked)
+        alignment = Alignment(self._tokens.alignment_heads, len(tokens) - len(answer), length)
+        return tokens, msgspec.structs.replace(audio, alignment=alignment)
 
     def text(self, token_ids: Sequence[int] = ()) -> str:
-        """The text of all segments.
+        """Text of all segments.
 
         Args:
-            token_ids: of the model's answer to the last window, so far: with those of its segments that will not
-                change. Its end may lack bytes of a character.
+            token_ids: the model's output so far for the last window. Its complete segments are included; with
+                timestamps off, all of it, and its last character may be incomplete.
         """
         texts = [each.text for each in self.segments]
         if self._timestamps:
@@ -169,11 +170,11 @@ class Transcription:
     def add(
         self, token_ids: Sequence[int], logprobs: Sequence[float] | None = None, times: Sequence[float] = ()
     ) -> None:
-        """The model's answer to the last window.
+        """Add the model's output for the last window.
 
         Args:
-            logprobs: of the tokens.
-            times: answer to ``alignment``.
+            logprobs: log probabilities of the tokens.
+            times: result of the ``alignment`` request.
         """
         tokens = self._answer(token_ids)
         if logprobs is not None:
@@ -192,31 +193,31 @@ class Transcription:
                 self.segments.append(Segment(start, end, text, part.tokens, self._seek, average, words))
         self._seek += advance
 
-    def _words(self, part: _Part, times: Sequence[float]) -> list[Word]:
-        """The words of a segment.
+    def _words(self, part: _WindowSegment, times: Sequence[float]) -> list[Word]:
+        """Words of a segment.
 
         Args:
-            times: of the window's tokens, as of ``Alignment``.
+            times: times of the window's tokens, as in ``Alignment``.
         """
         offset, step = self._seek * self._frame, FRAMES_PER_TIME * self._frame
         seconds = [round(min(offset + time * step, self.duration), 2) for time in (0.0, *times)]
-        places = [i for i, token in enumerate(part.tokens, part.first) if token < self._tokens.eos]
-        texts = [token for token in part.tokens if token < self._tokens.eos]
+        positions = [i for i, token in enumerate(part.tokens, part.first) if token < self._tokens.eos]
+        text_tokens = [token for token in part.tokens if token < self._tokens.eos]
         return [
-            Word(word.text, seconds[places[word.first]], seconds[places[word.end - 1] + 1])
-            for word in split_words(texts, self._decode, self.language)
+            Word(word.text, seconds[positions[word.first]], seconds[positions[word.end - 1] + 1])
+            for word in split_words(text_tokens, self._decode, self.language)
         ]
 
     def _answer(self, token_ids: Sequence[int]) -> list[int]:
-        """What comes after the forced tokens."""
+        """Output without the forced tokens at its beginning."""
         forced = self._forced()
         return list(token_ids if _all_known(forced) else token_ids[len(forced) :])
 
-    def _split(self, tokens: list[int], whole: bool) -> tuple[list[_Part], int]:
-        """The segments of a window, and the frames from its beginning to the next one's.
+    def _split(self, tokens: list[int], whole: bool) -> tuple[list[_WindowSegment], int]:
+        """Split a window into segments; returns them, and the number of frames to the start of the next window.
 
         Args:
-            whole: whether the tokens are all; otherwise the last segment is left out.
+            whole: the output is complete; otherwise the last segment is left out.
         """
         tokens, size = self._without_end(tokens), self._size
         begin, step = self._tokens.timestamp_begin, FRAMES_PER_TIME * self._frame
@@ -225,28 +226,28 @@ class Transcription:
         if not ends:
             times = [token - begin for token in tokens if token > begin] if self._timestamps else []
             end = times[-1] * step if times else size * self._frame
-            return [_Part(0, tokens, 0.0, end)] if whole else [], size
+            return [_WindowSegment(0, tokens, 0.0, end)] if whole else [], size
         ends_with_time = whole and is_time[-2:] == [False, True]
         last = (tokens[ends[-1] - 1] - begin) * FRAMES_PER_TIME
         bounds = [0, *ends, len(tokens)] if ends_with_time else [0, *ends]
         parts = [(start, tokens[start:end]) for start, end in pairwise(bounds)]
         advance = size if ends_with_time or last <= 0 else last
-        return [_Part(i, own, (own[0] - begin) * step, (own[-1] - begin) * step) for i, own in parts], advance
+        return [_WindowSegment(i, ids, (ids[0] - begin) * step, (ids[-1] - begin) * step) for i, ids in parts], advance
 
     @property
     def _size(self) -> int:
-        """Frames of the recording in the last window."""
+        """Number of the recording's frames in the last window."""
         return min(self._features.num_frames, self._num_frames - self._seek)
 
     def _without_end(self, token_ids: Sequence[int]) -> list[int]:
         return [token for token in token_ids if token != self._tokens.eos]
 
     def _text_of(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, without times and other special tokens."""
+        """Decode tokens, without timestamps and other special tokens."""
         return self._decode([token for token in token_ids if token < self._tokens.eos])
 
     def _forced(self) -> list[tuple[int, ...]]:
-        """What each of the tokens after the first one is chosen from."""
+        """Choices for each of the forced tokens after ``<|startoftranscript|>``: language, task, no timestamps."""
         tokens, result = self._tokens, []
         if tokens.languages:
             known = tokens.languages.get(self.language)
@@ -256,12 +257,12 @@ class Transcription:
         return result if self._timestamps else [*result, (tokens.no_timestamps,)]
 
     def _previous(self) -> list[int]:
-        """Of the first window, the text before it, as far as half of the context holds it."""
+        """Tokens of the text before the first window, truncated to half of the context; empty for other windows."""
         if self._seek or not self._task.prompt or self._tokens.previous is None:
             return []
         return [self._tokens.previous, *self._task.prompt[-(self._max_len // 2 - 1) :]]
 
 
 def _all_known(forced: Sequence[Sequence[int]]) -> bool:
-    """Whether there is no choice among forced tokens, so that the prompt has them."""
-    return all(len(few) == 1 for few in forced)
+    """True if there is only one choice for each forced token, so that the prompt can contain them."""
+    return all(len(choices) == 1 for choices in forced)

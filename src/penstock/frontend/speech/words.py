@@ -1,4 +1,4 @@
-"""Words of a transcript's tokens, as OpenAI's implementation of Whisper makes them."""
+"""Splits tokens of a transcript into words, as OpenAI's implementation of Whisper."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 WITHOUT_SPACES = frozenset(("zh", "ja", "th", "lo", "my", "yue"))
-"""Codes of languages in which each character is a word, as words are written without spaces between them."""
+"""Codes of languages written without spaces between words; each character counts as a word."""
 OPENING = "\"'“¡¿([{-"
-"""Punctuation that belongs to the word after it."""
+"""Punctuation that is joined to the following word."""
 CLOSING = "\"'.。,，!！?？:：”)]}、"
-"""Punctuation that belongs to the word before it."""
+"""Punctuation that is joined to the preceding word."""
 PUNCTUATION = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
 INCOMPLETE = "\ufffd"
-"""Character to which incomplete UTF-8 is decoded."""
+"""Replacement character of incomplete UTF-8."""
 
 
 class TokenWord(NamedTuple):
-    """A word, and which tokens it is made of."""
+    """Word, and the range of its tokens."""
 
     text: str
-    """With the space before it."""
+    """Text including a leading space."""
     first: int
     """Index of its first token."""
     end: int
@@ -28,12 +28,12 @@ class TokenWord(NamedTuple):
 
 
 def split_words(token_ids: Sequence[int], decode: Callable[[list[int]], str], language: str) -> list[TokenWord]:
-    """Words of text.
+    """Split tokens into words.
 
     Args:
-        token_ids: without special tokens and times.
-        decode: tokens to text.
-        language: code; empty for a model that has only one.
+        token_ids: text tokens, without special tokens and timestamps.
+        decode: decodes token ids to text.
+        language: code of the language; empty for an English-only model.
     """
     words = _characters(list(token_ids), decode)
     if language not in WITHOUT_SPACES:
@@ -42,19 +42,19 @@ def split_words(token_ids: Sequence[int], decode: Callable[[list[int]], str], la
 
 
 def _characters(token_ids: list[int], decode: Callable[[list[int]], str]) -> list[TokenWord]:
-    """The shortest runs of tokens that are whole characters. Tokens at the end that are none are left out."""
+    """Shortest runs of tokens that decode to complete characters. Incomplete characters at the end are left out."""
     whole, words, first, length = decode(token_ids), list[TokenWord](), 0, 0
     for end in range(1, len(token_ids) + 1):
         text = decode(token_ids[first:end])
-        place = length + text.find(INCOMPLETE)
-        if INCOMPLETE not in text or place >= len(whole) or whole[place] == INCOMPLETE:
+        position = length + text.find(INCOMPLETE)
+        if INCOMPLETE not in text or position >= len(whole) or whole[position] == INCOMPLETE:
             words.append(TokenWord(text, first, end))
             first, length = end, length + len(text)
     return words
 
 
 def _join_at_spaces(words: list[TokenWord]) -> list[TokenWord]:
-    """Join what is neither punctuation nor begins with a space to the word before it."""
+    """Join items that do not begin with a space and are not punctuation to the preceding word."""
     joined: list[TokenWord] = []
     for word in words:
         if joined and not word.text.startswith(" ") and word.text.strip() not in PUNCTUATION:

@@ -1,4 +1,4 @@
-"""Image processors, one module per family, by the architecture in ``config.json``."""
+"""Image processors of model families, one module per family, chosen by the architecture in ``config.json``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 
 @cache
 def _readers() -> dict[str, Reader]:
-    """By architecture: ``READERS`` of each module of this package."""
+    """Readers by architecture, from ``READERS`` of the modules of this package."""
     readers: dict[str, Reader] = {}
     for module in iter_modules(__path__):
         readers |= import_module(f"{__name__}.{module.name}").READERS
@@ -31,14 +31,14 @@ def _readers() -> dict[str, Reader]:
 def read_image_processor(
     folder: Path, kwargs: Mapping[str, Any], limit: int, token_id: Callable[[str], int | None]
 ) -> ImageProcessor | None:
-    """The processor of a checkpoint; None of a model that sees no images.
+    """Read the image processor of a checkpoint; None for a model without images.
 
     Args:
         kwargs: ``mm_processor_kwargs``.
-        token_id: the id of a token by its name.
-        limit: pixels of an image, at most.
+        limit: largest number of pixels of an image.
+        token_id: returns the id of a token, by its name.
 
-    Raises ``PenstockError``: ``invalid`` where a file is broken, ``unsupported`` for another kind of processor.
+    Raises ``PenstockError``: ``invalid`` if a file is malformed, ``unsupported`` for another kind of processor.
     """
     if not (folder / CONFIG).is_file():
         return None
@@ -51,12 +51,12 @@ def read_image_processor(
         files = ProcessorFiles(folder, config, _read(folder), tokenizer, token_id, limit)
         return reader(files).with_kwargs(kwargs)
     except (KeyError, AttributeError, TypeError, ValueError, RecursionError, OSError) as error:
-        raise invalid("model", f"{folder} has a broken {CONFIG} or image processor: {error}") from error
+        raise invalid("model", f"{CONFIG} or the image processor of {folder} is invalid: {error}") from error
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """The image processor's configuration: ``image_processor`` in the file of all processors, or else its separate
-    file; empty without both."""
+    """Configuration of the image processor: ``image_processor`` in ``processor_config.json``, or else the separate
+    file; empty if there is neither."""
     result: dict[str, Any] = {}
     for name in FILES:
         if not (folder / name).is_file():
@@ -67,5 +67,5 @@ def _read(folder: Path) -> dict[str, Any]:
                 return dict(given["image_processor"])
             result = dict(given)
         except (OSError, ValueError, RecursionError, AttributeError, TypeError) as error:
-            raise invalid("model", f"{folder / name} is broken: {error}") from error
+            raise invalid("model", f"{folder / name} is malformed: {error}") from error
     return result

@@ -1,4 +1,4 @@
-"""Images as the processor of Gemma 3 takes them: a square, and perhaps crops of long ones (pan and scan)."""
+"""Image processor of Gemma 3: images are resized to a square, with optional crops (pan and scan)."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from penstock.core.errors import invalid
 
 from ..decoding import to_rgb
 from ..prompts import Crops, ImageProcessor, ProcessorFiles, Reader
-from ..tiles import BILINEAR, HALF, Resizing, check_kwargs, count_of, read_edges, read_resizing
+from ..tiles import BILINEAR, HALF, Resizing, check_kwargs, read_count, read_edges, read_resizing
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 NAMES = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
-"""Tokens of ``tokenizer_config.json``, and their names where it does not say."""
+"""Keys of tokens in ``tokenizer_config.json``, with default tokens."""
 MAX_CROPS = 64
 
 
 @dataclass(frozen=True)
 class PanAndScan:
-    """Crops of images that are much longer than wide, or the other way round."""
+    """Crops of images with a large aspect ratio."""
 
     enabled: bool = False
     min_size: int = 256
-    """Pixels of a crop's edge, at least."""
+    """Smallest width or height of a crop in pixels."""
     max_crops: int = 4
     min_ratio: float = 1.2
-    """Of the edges, from which on crops are made."""
+    """Smallest ratio of the longer to the shorter side of images that are cropped."""
 
     def with_kwargs(self, given: Mapping[str, Any]) -> PanAndScan:
-        """With the fields that are given and not null. Raises ``PenstockError`` (``invalid``) where one is wrong."""
+        """Apply the fields that are not null. Raises ``PenstockError`` (``invalid``) for invalid values."""
         ratio, enabled = given.get("pan_and_scan_min_ratio_to_activate"), given.get("do_pan_and_scan")
         if ratio is not None and not (isinstance(ratio, int | float) and 0 < ratio < math.inf):
             raise invalid("mm_processor_kwargs", "pan_and_scan_min_ratio_to_activate must be more than 0", 0)
@@ -42,13 +42,13 @@ class PanAndScan:
             raise invalid("mm_processor_kwargs", "do_pan_and_scan must be true or false")
         return PanAndScan(
             self.enabled if enabled is None else enabled,
-            count_of(given, "pan_and_scan_min_crop_size", self.min_size),
-            count_of(given, "pan_and_scan_max_num_crops", self.max_crops, MAX_CROPS),
+            read_count(given, "pan_and_scan_min_crop_size", self.min_size),
+            read_count(given, "pan_and_scan_max_num_crops", self.max_crops, MAX_CROPS),
             self.min_ratio if ratio is None else float(ratio),
         )
 
     def boxes(self, height: int, width: int) -> list[tuple[int, int, int, int]]:
-        """Left, top, right and bottom of the crops of an image; empty for one that is nearly square."""
+        """Left, top, right and bottom of each crop of an image; empty if it is not cropped."""
         longer, shorter = max(height, width), min(height, width)
         if not self.enabled or longer / shorter < self.min_ratio:
             return []
@@ -69,17 +69,17 @@ KWARGS = (
     "pan_and_scan_max_num_crops",
     "pan_and_scan_min_ratio_to_activate",
 )
-"""Fields of ``mm_processor_kwargs``."""
+"""Names in ``mm_processor_kwargs``."""
 
 
 @dataclass(frozen=True)
 class Gemma3Processor(ImageProcessor):
-    """As ``ImageProcessor``."""
+    """Image processor of Gemma 3."""
 
     image_start: int
-    """The token that chat templates write for an image."""
+    """Id of the token that chat templates write for an image."""
     names: tuple[str, str, str]
-    """Of the tokens before, of and behind an image's features."""
+    """Tokens of the start, a feature, and the end of an image."""
     size: tuple[int, int]
     num_features: int
     resizing: Resizing
@@ -87,16 +87,14 @@ class Gemma3Processor(ImageProcessor):
 
     @property
     def marker(self) -> int:
-        """As ``ImageProcessor.marker``."""
         return self.image_start
 
     def with_kwargs(self, kwargs: Mapping[str, Any]) -> Gemma3Processor:
-        """As ``ImageProcessor.with_kwargs``."""
         check_kwargs(kwargs, KWARGS)
         return replace(self, pan_and_scan=self.pan_and_scan.with_kwargs(kwargs))
 
     def __call__(self, image: Image, num_images: int = 1) -> Crops:
-        """As ``ImageProcessor.__call__``: the image itself, and its crops."""
+        """Resize the image and its crops."""
         boxes = self.pan_and_scan.boxes(image.height, image.width)
         self.resizing.check(1 + len(boxes), *self.size)
         image = to_rgb(image)
@@ -113,13 +111,12 @@ class Gemma3Processor(ImageProcessor):
 
 
 def read_gemma3(files: ProcessorFiles) -> Gemma3Processor:
-    """As ``prompts.Reader``."""
     resizing = read_resizing(files, ("Gemma3ImageProcessor",), HALF, BILINEAR)
     config, given = files.config, files.image_processor
     size, edge = read_edges(given.get("size"), 224), int(config["vision_config"]["image_size"])
     if size != (edge, edge):
-        words = f"{files.folder} has an image processor for {size[1]} x {size[0]} pixels, and an encoder for {edge}"
-        raise PenstockError(Code.UNSUPPORTED, words, "model")
+        message = f"{files.folder} has an image processor for {size[1]} x {size[0]} pixels, and an encoder for {edge}"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
     start, placeholder, end = (str(files.tokenizer.get(name) or default) for name, default in NAMES.items())
     image_start = files.token_id(start)
     if image_start is None:

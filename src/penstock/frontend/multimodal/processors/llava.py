@@ -1,4 +1,4 @@
-"""Images as the processors of LLaVA 1.5 and LLaVA-OneVision take them: a square, and tiles of the image around it."""
+"""Image processors of LLaVA 1.5 (one square) and LLaVA-OneVision (a square thumbnail and tiles)."""
 
 from __future__ import annotations
 
@@ -24,24 +24,22 @@ KINDS = ("CLIPImageProcessor", "LlavaImageProcessor", "SiglipImageProcessor")
 
 @dataclass(frozen=True)
 class LlavaProcessor(ImageProcessor):
-    """As ``ImageProcessor``."""
+    """Image processor of LLaVA 1.5."""
 
     shortest_edge: int
-    """Of the resized image, of which the middle is taken; 0 where it is resized to a square."""
+    """Shorter side of the resized image before the center crop; 0: resized to a square without a crop."""
     edge: int
-    """Pixels of the encoder's images."""
+    """Width and height of the encoder's input in pixels."""
     num_features: int
     pad: bool
-    """Whether to pad images to squares first."""
+    """Pad images to squares first."""
     resizing: Resizing
 
     def with_kwargs(self, kwargs: Mapping[str, Any]) -> LlavaProcessor:
-        """As ``ImageProcessor.with_kwargs``."""
         check_kwargs(kwargs, ())
         return self
 
     def __call__(self, image: Image, num_images: int = 1) -> ImageInput:
-        """As ``ImageProcessor.__call__``."""
         image = to_rgb(image)
         if self.pad:
             image = padded_to_square(image, self.resizing)
@@ -57,7 +55,7 @@ class LlavaProcessor(ImageProcessor):
 
 
 def padded_to_square(image: Image, resizing: Resizing) -> Image:
-    """The image in the middle of a square of the mean colour."""
+    """Center an image on a square of the mean color."""
     from PIL import Image as pillow
 
     edge = max(image.size)
@@ -69,7 +67,6 @@ def padded_to_square(image: Image, resizing: Resizing) -> Image:
 
 
 def read_llava(files: ProcessorFiles) -> ImageProcessor:
-    """As ``prompts.Reader``."""
     config, given = files.config, files.image_processor
     vision = config["vision_config"]
     if vision.get("model_type") == "pixtral":
@@ -82,10 +79,8 @@ def read_llava(files: ProcessorFiles) -> ImageProcessor:
     cut = read_edges(given.get("crop_size"), shortest or edge) if crop or (crop is None and not siglip) else None
     resized = cut if shortest else read_edges(size, edge)
     if resized != (edge, edge) or (cut or resized) != (edge, edge) or 0 < shortest < edge:
-        words = (
-            f"{files.folder} has an image processor for images of {resized or size}, and an encoder for {edge} pixels"
-        )
-        raise PenstockError(Code.UNSUPPORTED, words, "model")
+        message = f"{files.folder} has an image processor for {resized or size}, and an encoder for {edge} pixels"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
     skipped = config["vision_feature_select_strategy"] == "default"
     return LlavaProcessor(
         placeholder=int(config["image_token_index"]),
@@ -99,18 +94,17 @@ def read_llava(files: ProcessorFiles) -> ImageProcessor:
 
 @dataclass(frozen=True)
 class OneVisionProcessor(ImageProcessor):
-    """As ``ImageProcessor``."""
+    """Image processor of LLaVA-OneVision."""
 
     anyres: Anyres
     resizing: Resizing
 
     def with_kwargs(self, kwargs: Mapping[str, Any]) -> OneVisionProcessor:
-        """As ``ImageProcessor.with_kwargs``."""
         check_kwargs(kwargs, ())
         return self
 
     def __call__(self, image: Image, num_images: int = 1) -> ImageInput:
-        """As ``ImageProcessor.__call__``: the whole image, and the tiles of a larger one where it is the only image."""
+        """Resize the image to a thumbnail, followed by tiles of the image if it is the only one in the prompt."""
         from PIL import Image as pillow
 
         if num_images > 1:
@@ -124,8 +118,8 @@ class OneVisionProcessor(ImageProcessor):
         image = to_rgb(image)
         new_height, new_width = _fitted(image.height, image.width, height, width)
         canvas = pillow.new("RGB", (width, height))
-        place = (width - new_width) // 2, (height - new_height) // 2
-        canvas.paste(resizing.resize(image, new_height, new_width), place)
+        corner = (width - new_width) // 2, (height - new_height) // 2
+        canvas.paste(resizing.resize(image, new_height, new_width), corner)
         tiles = [resizing.resize(image, edge, edge)]
         for top, left in product(range(0, height, edge), range(0, width, edge)):
             tiles.append(canvas.crop((left, top, left + edge, top + edge)))
@@ -144,7 +138,7 @@ class OneVisionProcessor(ImageProcessor):
 
 
 def _fitted(height: int, width: int, largest_height: int, largest_width: int) -> tuple[int, int]:
-    """Height and width as large as fits, with the same aspect ratio."""
+    """Largest height and width within limits, with the same aspect ratio."""
     across, down = largest_width / width, largest_height / height
     if across < down:
         return min(-int(-(height * across) // 1), largest_height), largest_width
@@ -152,15 +146,14 @@ def _fitted(height: int, width: int, largest_height: int, largest_width: int) ->
 
 
 def read_onevision(files: ProcessorFiles) -> OneVisionProcessor:
-    """As ``prompts.Reader``."""
     given, anyres = files.image_processor, read_anyres(files.config)
     size, pinpoints = read_edges(given.get("size"), 384), given.get("image_grid_pinpoints")
     if size != (anyres.edge, anyres.edge) or given.get("do_center_crop") or given.get("crop_size"):
-        words = f"{files.folder} has an image processor for tiles of {size}, and an encoder for {anyres.edge} pixels"
-        raise PenstockError(Code.UNSUPPORTED, words, "model")
+        message = f"{files.folder} has an image processor for tiles of {size}, and an encoder for {anyres.edge} pixels"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
     if pinpoints is not None and tuple(map(tuple, pinpoints)) != anyres.resolutions:
-        words = f"{files.folder} has other image_grid_pinpoints for the image processor than for the encoder"
-        raise PenstockError(Code.UNSUPPORTED, words, "model")
+        message = f"{files.folder} has different image_grid_pinpoints for the image processor and the encoder"
+        raise PenstockError(Code.UNSUPPORTED, message, "model")
     return OneVisionProcessor(
         placeholder=int(files.config["image_token_index"]),
         anyres=anyres,

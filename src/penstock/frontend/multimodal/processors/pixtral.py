@@ -1,4 +1,4 @@
-"""Images as the processor of Pixtral and Mistral Small 3.1 takes them: of any size, with a token behind each row."""
+"""Image processor of Pixtral and Mistral Small 3.1: images of any size, with a token after each row of features."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.core.errors import invalid
 
 from ..decoding import to_rgb
 from ..prompts import ImageProcessor, ProcessorFiles, Reader, TokenizedImage
-from ..tiles import Resizing, check_kwargs, count_of, read_edges, read_resizing
+from ..tiles import Resizing, check_kwargs, read_count, read_edges, read_resizing
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -21,29 +21,27 @@ BREAK, END = "[IMG_BREAK]", "[IMG_END]"
 
 @dataclass(frozen=True)
 class PixtralProcessor(ImageProcessor):
-    """As ``ImageProcessor``."""
+    """Image processor of Pixtral."""
 
     row_end: int
-    """The token behind each row but the last."""
+    """Id of the token after each row except the last."""
     image_end: int
     edge: int
-    """Pixels of a feature's edge."""
+    """Width and height of a feature in pixels."""
     size: tuple[int, int]
-    """Height and width of images, at most."""
+    """Largest height and width of images."""
     resizing: Resizing
 
     def with_kwargs(self, kwargs: Mapping[str, Any]) -> PixtralProcessor:
-        """As ``ImageProcessor.with_kwargs``."""
         check_kwargs(kwargs, ("size",))
         if kwargs.get("size") is None:
             return self
         if not isinstance(kwargs["size"], Mapping) or kwargs["size"].keys() != {"longest_edge"}:
             raise invalid("mm_processor_kwargs", "size must have longest_edge")
-        longest = count_of(kwargs["size"], "longest_edge", 0)
+        longest = read_count(kwargs["size"], "longest_edge", 0)
         return replace(self, size=(longest, longest))
 
     def __call__(self, image: Image, num_images: int = 1) -> TokenizedImage:
-        """As ``ImageProcessor.__call__``."""
         height, width = image.height, image.width
         if (ratio := max(height / self.size[0], width / self.size[1])) > 1:
             height, width = math.floor(height / ratio), math.floor(width / ratio)
@@ -59,7 +57,6 @@ class PixtralProcessor(ImageProcessor):
 
 
 def read_pixtral(files: ProcessorFiles) -> PixtralProcessor:
-    """As ``prompts.Reader``."""
     config, size = files.config, files.image_processor.get("size") or {"longest_edge": 1024}
     longest = size.get("longest_edge") if isinstance(size, Mapping) else None
     row_end, image_end = files.token_id(BREAK), files.token_id(END)

@@ -1,4 +1,4 @@
-"""Resizing of images as a model's processor does, for Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
+"""Image processor of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and ERNIE 4.5 VL."""
 
 from __future__ import annotations
 
@@ -22,30 +22,28 @@ PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor", "Ernie4_5_VLM
 MAX_ASPECT_RATIO = 200
 MAX_VALUE = 2**31
 KWARGS = ("min_pixels", "max_pixels", "size")
-"""Fields of ``mm_processor_kwargs``."""
+"""Names in ``mm_processor_kwargs``."""
 
 
 @dataclass(frozen=True)
 class QwenVLProcessor(ImageProcessor):
-    """As ``ImageProcessor``: images are resized to multiples of a feature's edge, with about the same aspect ratio, and
-    a number of pixels within limits (``smart_resize`` of Qwen2-VL)."""
+    """Resizes images to multiples of a feature's size, with about the same aspect ratio and a limited number of pixels
+    (``smart_resize`` of Qwen2-VL)."""
 
     edge: int
-    """Pixels of a feature's edge."""
+    """Width and height of a feature in pixels."""
     min_pixels: int
     max_pixels: int
     resizing: Resizing
 
     def with_kwargs(self, kwargs: Mapping[str, Any]) -> QwenVLProcessor:
-        """As ``ImageProcessor.with_kwargs``."""
         check_kwargs(kwargs, KWARGS)
         smallest, largest = read_pixel_limits(kwargs, self.min_pixels, self.max_pixels)
         if not all(isinstance(value, int) and 1 <= value <= MAX_VALUE for value in (smallest, largest)):
-            raise invalid("mm_processor_kwargs", "numbers of pixels must be whole numbers from 1 on", 1)
+            raise invalid("mm_processor_kwargs", "numbers of pixels must be integers of at least 1", 1)
         return replace(self, min_pixels=smallest, max_pixels=largest)
 
     def __call__(self, image: Image, num_images: int = 1) -> ImageInput:
-        """As ``ImageProcessor.__call__``."""
         height, width = smart_resize(image.height, image.width, self.edge, self.min_pixels, self.max_pixels)
         self.resizing.check(1, height, width)
         resized = self.resizing.resize(to_rgb(image), height, width)
@@ -58,14 +56,14 @@ def smart_resize(
     """Height and width as multiples of ``edge``, with about the same aspect ratio, and pixels within limits.
 
     Args:
-        frames: number of frames whose pixels are limited together.
-        rounded: ``frames``, rounded to those that share features.
+        frames: number of frames to which the limits of pixels apply in total.
+        rounded: ``frames``, rounded to a multiple of the frames that share features.
 
-    Raises ``PenstockError`` (``invalid``) for what is too long for its width.
+    Raises ``PenstockError`` (``invalid``) for an aspect ratio above ``MAX_ASPECT_RATIO``.
     """
     if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
-        words = f"an image of {width} x {height} pixels is too narrow, at most 1 to {MAX_ASPECT_RATIO} is possible"
-        raise invalid("image", words, MAX_ASPECT_RATIO)
+        message = f"an image of {width} x {height} pixels is too narrow, the largest aspect ratio is {MAX_ASPECT_RATIO}"
+        raise invalid("image", message, MAX_ASPECT_RATIO)
     new = round(height / edge) * edge, round(width / edge) * edge
     if rounded * new[0] * new[1] > max_pixels:
         factor = math.sqrt(frames * height * width / max_pixels)
@@ -80,7 +78,6 @@ def smart_resize(
 
 
 def read_qwen_vl(files: ProcessorFiles) -> QwenVLProcessor:
-    """As ``prompts.Reader``."""
     config, given = files.config, files.image_processor
     architecture, vision = config["architectures"][0], config["vision_config"]
     patch = int(given.get("patch_size") or vision.get("patch_size", 16 if architecture in QWEN3_VL else 14))
@@ -99,7 +96,7 @@ def read_qwen_vl(files: ProcessorFiles) -> QwenVLProcessor:
 
 
 def read_pixel_limits(given: Mapping[str, Any], smallest: Any, largest: Any) -> tuple[Any, Any]:
-    """Limits of the number of pixels, by their older names or those of ``size``."""
+    """Smallest and largest number of pixels, from ``min_pixels`` and ``max_pixels``, or else ``size``."""
     size = given.get("size") or {}
     if not isinstance(size, Mapping):
         raise invalid("mm_processor_kwargs", "size must have shortest_edge and longest_edge")

@@ -1,4 +1,4 @@
-"""The device: what it is, and what it does at most, measured here."""
+"""Properties and measured limits of the device."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ SIDE = 8192
 
 def run(scale: Scale) -> dict[str, Any]:
     device = torch.device(scale.device)
-    return {"facts": facts(device), "limits": limits(scale, device)}
+    return {"properties": properties(device), "limits": limits(scale, device)}
 
 
-def facts(device: torch.device) -> dict[str, Any]:
+def properties(device: torch.device) -> dict[str, Any]:
     import triton
 
     found: dict[str, Any] = {
@@ -33,28 +33,28 @@ def facts(device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cpu":
         return found | {"device": "Triton's interpreter on a CPU"}
-    properties = torch.cuda.get_device_properties(device)
+    cuda = torch.cuda.get_device_properties(device)
     found |= {
-        "device": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
-        "multiprocessors": properties.multi_processor_count,
-        "memory": properties.total_memory,
-        "l2": properties.L2_cache_size,
+        "device": cuda.name,
+        "capability": f"{cuda.major}.{cuda.minor}",
+        "multiprocessors": cuda.multi_processor_count,
+        "memory": cuda.total_memory,
+        "l2": cuda.L2_cache_size,
         "cuda": torch.version.cuda,
     }
     fields = "driver_version,clocks.max.sm,clocks.max.mem,power.limit,temperature.gpu"
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", "-i", str(device.index or 0)]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
-        found |= dict(zip(fields.split(","), said.split(", "), strict=False))
+        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+        found |= dict(zip(fields.split(","), output.split(", "), strict=False))
     except (OSError, subprocess.SubprocessError) as error:
         found["nvidia-smi"] = str(error)
     return found
 
 
 def limits(scale: Scale, device: torch.device) -> dict[str, float]:
-    """Bytes a second of a copy (read and written), and operations a second of square products by cuBLAS; what the
-    device does not have is missing."""
+    """Bytes per second of a copy (read plus written), and operations per second of square matrix products with cuBLAS;
+    unsupported dtypes are missing."""
     side, count = (32, 1 << 12) if scale.interpret else (SIDE, 1 << 32)
     source = torch.empty(count, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
