@@ -663,7 +663,7 @@ async def api_held_up(asked: Sequence[Question], count: int, shared: Served | No
             at = len(served.lines)
             os.kill(api, signal.SIGSTOP)
             try:
-                await asyncio.to_thread(served.find, "fallen silent", at, 4 * engine_messages.CLIENT_TIMEOUT)
+                await asyncio.to_thread(served.find, "has sent nothing for", at, 4 * engine_messages.CLIENT_TIMEOUT)
             finally:
                 os.kill(api, signal.SIGCONT)
             tally.heard = await asyncio.gather(*tasks)

@@ -1,5 +1,5 @@
 // The kernels of the portable set against plain loops in double precision, for machines whose Python the tests do not run
-// with. Prints what differs, and exits with 1 where something does. Adapters and sketches are left to tests/kernels/test_ops.py.
+// with. Prints what differs, and exits with 1 if something does. Adapters and sketches are left to test_ops.py.
 
 #include <algorithm>
 #include <cmath>
@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "../../csrc/kernels.h"
+#include "../../../csrc/kernels.h"
 
 namespace penstock {
 namespace portable {
