@@ -24,13 +24,8 @@ SAMPLING = {"temperature": "temperature", "top_p": "top_p", "max_tokens": "max_t
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
     parser.add_argument("--system", default="", metavar="TEXT", help="system prompt")
-    parser.add_argument(
-        "--image",
-        action="append",
-        default=[],
-        metavar="FILE or URL",
-        help="image to send with the first message; can be repeated",
-    )
+    about = "image to send with the first message; can be repeated"
+    parser.add_argument("--image", action="append", default=[], metavar="FILE or URL", help=about)
     parser.add_argument("--tools", metavar="FILE", help="JSON file of tools in OpenAI's format")
     parser.add_argument(
         "--tool-command",
@@ -46,9 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("chat with a server instead of a local engine")
     server.add_argument("--url", help="URL of any server with OpenAI's API: http://HOST:8000/v1")
     server.add_argument("--api-key", dest="key", metavar="KEY", help="API key (default: $OPENAI_API_KEY)")
-    server.add_argument(
-        "--model-name", metavar="NAME", help="model on the server (default: the first one that the server lists)"
-    )
+    server.add_argument("--model-name", metavar="NAME", help="model (default: the first one that the server lists)")
     add_options(parser, ("model", "engine"))
 
 

@@ -57,24 +57,10 @@ def quantize() -> int:
     """Quantize a checkpoint, or link it for quantization at load; returns the exit status."""
     parser = _parser("blade_llm_quantize", "Quantize a checkpoint, or prepare its quantization at load (minmax).")
     parser.add_argument("--bit", type=int, choices=(8, 4), default=8, help="bits per weight (default: 8)")
-    parser.add_argument(
-        "--quant_mode",
-        choices=MODES,
-        default=MODES[0],
-        help=f"quantize weights only, or also activations (default: {MODES[0]})",
-    )
-    parser.add_argument(
-        "--quant_dtype", default="int", choices=("int", "fp8"), help="data type of quantized weights (default: int)"
-    )
-    parser.add_argument(
-        "--quant_algo",
-        default="minmax",
-        choices=ALGORITHMS,
-        help="algorithm; minmax rounds to nearest at load (default: minmax)",
-    )
-    parser.add_argument(
-        "--block_wise_quant", nargs="?", const="true", default="false", help="use block-wise scales with 4 bits"
-    )
+    parser.add_argument("--quant_mode", choices=MODES, default=MODES[0], help="default: weights only")
+    parser.add_argument("--quant_dtype", default="int", choices=("int", "fp8"), help="type of weights (default: int)")
+    parser.add_argument("--quant_algo", default="minmax", choices=ALGORITHMS, help="default: minmax, rounding at load")
+    parser.add_argument("--block_wise_quant", nargs="?", const="true", default="false", help="use scales per block")
     parser.add_argument("--calib_data", nargs="*", help="calibration texts (default: built-in texts)")
     parser.add_argument("--calib_data_file", help="file of calibration texts")
     parser.add_argument("--cpu_offload", nargs="?", const="true", help="ignored: no GPU is needed")
@@ -84,9 +70,7 @@ def quantize() -> int:
 def split() -> int:
     """Write an engine folder; returns the exit status."""
     parser = _parser("blade_llm_split", "Pack a checkpoint's weights for each rank into an engine folder.")
-    parser.add_argument(
-        "--tensor_parallel_size", type=int, default=1, help="number of tensor-parallel ranks (default: 1)"
-    )
+    parser.add_argument("--tensor_parallel_size", type=int, default=1, help="number of ranks (default: 1)")
     return exit_status(parser, lambda: _split(parser.parse_args()))
 
 
@@ -118,13 +102,10 @@ def _write_quantized(args: argparse.Namespace) -> None:
     algorithm = "fp8" if args.quant_dtype == "fp8" else args.quant_algo
     kind = (algorithm, args.quant_mode, args.bit, args.block_wise_quant.lower())
     if kind not in METHODS or (algorithm == "fp8" and args.quant_algo != "minmax"):
-        given = (
-            f"{args.quant_dtype} with {args.quant_mode}, --bit {args.bit}, --block_wise_quant {args.block_wise_quant}"
-        )
-        known = "; ".join(
-            dict.fromkeys(f"{mode} with --bit {bit}" for name, mode, bit, _ in METHODS if name == algorithm)
-        )
-        raise _unsupported("quant_algo", f"{args.quant_algo} for {given}", f"{algorithm} supports {known}")
+        given = f"{args.quant_mode}, --bit {args.bit}, --block_wise_quant {args.block_wise_quant}"
+        known = dict.fromkeys(f"{mode} with --bit {bit}" for name, mode, bit, _ in METHODS if name == algorithm)
+        message = f"{args.quant_algo} for {args.quant_dtype} with {given}"
+        raise _unsupported("quant_algo", message, f"{algorithm} supports {'; '.join(known)}")
     if args.cpu_offload is not None:
         print(f"--cpu_offload has no meaning here and is ignored: {UNUSED['cpu_offload']}", file=sys.stderr)
     texts, file = tuple(args.calib_data or ()), args.calib_data_file or ""

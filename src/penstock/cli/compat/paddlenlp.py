@@ -60,13 +60,8 @@ def start_server() -> int:
 def stop_server() -> int:
     """Stop the servers that this user started with ``start_server``; returns the exit status."""
     parser = _parser("stop_server", "Stop the servers started by start_server.")
-    parser.add_argument(
-        "timeout",
-        nargs="?",
-        type=float,
-        default=STOP_TIMEOUT,
-        help=f"seconds to wait before servers are killed (default: {STOP_TIMEOUT:g})",
-    )
+    about = f"seconds to wait before servers are killed (default: {STOP_TIMEOUT:g})"
+    parser.add_argument("timeout", nargs="?", type=float, default=STOP_TIMEOUT, help=about)
     args = parser.parse_args()
     return exit_status(parser, lambda: _run_on_first_rank(lambda: _stop(args.timeout)))
 
@@ -74,12 +69,9 @@ def stop_server() -> int:
 def download_model() -> int:
     """Download a model into a folder; returns the exit status."""
     parser = _parser("download_model.py", "Download a model from the Hugging Face hub.")
-    parser.add_argument(
-        "--model_name", "-m", default=DEFAULT_MODEL, help=f"org/model or org/model/format (default: {DEFAULT_MODEL})"
-    )
-    parser.add_argument(
-        "--dir", "-d", type=Path, default=Path("downloads"), help="parent of the model's folder (default: downloads)"
-    )
+    about = f"org/model or org/model/format (default: {DEFAULT_MODEL})"
+    parser.add_argument("--model_name", "-m", default=DEFAULT_MODEL, help=about)
+    parser.add_argument("--dir", "-d", type=Path, default=Path("downloads"), help="parent folder (default: downloads)")
     parser.add_argument("--nnodes", "-n", type=int, default=1, help="number of nodes of the server (default: 1)")
     parser.add_argument("--mode", "-M", choices=("master", "slave"), help="role of this node, with several nodes")
     parser.add_argument("--speculate_model_path", "-s", metavar="FOLDER", help=f"ignored: {MTP_IN_CHECKPOINT}")
@@ -210,11 +202,8 @@ def _ready(options: ServerOptions) -> bool:
 
 def _stop(timeout: float) -> int:
     records = sorted(_records().iterdir())
-    stopped = [
-        _end(int(record.name), timeout)
-        for record in records
-        if record.read_text() == _process_start_time(int(record.name))
-    ]
+    running = [int(record.name) for record in records if record.read_text() == _process_start_time(int(record.name))]
+    stopped = [_end(pid, timeout) for pid in running]
     for record in records:
         record.unlink(missing_ok=True)
     print("\n".join(stopped) if stopped else "No server started by start_server is running.")

@@ -37,13 +37,7 @@ ALGORITHMS = {
     "int4_gptq": "W4A16_GPTQ",
 }
 """``quant_algo`` by format."""
-METHODS = {
-    "int8_sq": "smoothquant",
-    "fp8": "fp8",
-    "int4_awq": "awq",
-    "w4a8_awq": "awq",
-    "int4_gptq": "gptq",
-}
+METHODS = {"int8_sq": "smoothquant", "fp8": "fp8", "int4_awq": "awq", "w4a8_awq": "awq", "int4_gptq": "gptq"}
 """Method of ``penstock quantize`` by format. Other formats are unquantized, or quantized at load."""
 CACHES = {None: None, "int8": "INT8", "fp8": "FP8"}
 """``kv_cache_quant_algo`` by ``kv_cache_dtype``."""
@@ -54,10 +48,7 @@ CALIBRATION = {
     "awq_block_size": "group_size",
 }
 """Options of ``penstock quantize`` by calibration flag."""
-SIZES = {
-    "tp_size": "tensor-parallel ranks",
-    "pp_size": "pipeline stages",
-}
+SIZES = {"tp_size": "tensor-parallel ranks", "pp_size": "pipeline stages"}
 ALWAYS_PAGED = "the KV cache is always paged"
 ABOUT_ENGINE = "Written by penstock: weights packed for its kernels."
 NO_KERNELS = "kernels are selected when the server starts"
@@ -112,9 +103,8 @@ def quantize() -> int:
 def build() -> int:
     """Run ``trtllm-build``, which writes a folder for ``engine_dir`` of a model repository; returns the exit status."""
     parser = _parser("trtllm-build", "Pack a checkpoint's weights, and record the limits of the server.")
-    parser.add_argument(
-        "--checkpoint_dir", type=Path, required=True, help="output folder of convert_checkpoint.py or quantize.py"
-    )
+    about = "output folder of convert_checkpoint.py or quantize.py"
+    parser.add_argument("--checkpoint_dir", type=Path, required=True, help=about)
     parser.add_argument("--output_dir", type=Path, required=True, help="new engine folder")
     parser.add_argument("--workers", type=int, default=1, help="number of processes that pack ranks (default: 1)")
     for name in BUILD_LIMITS:
@@ -135,9 +125,7 @@ def _parser(name: str, about: str) -> argparse.ArgumentParser:
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output_dir", type=Path, required=True, help="output folder for config.json")
-    parser.add_argument(
-        "--dtype", default="auto", help=f"data type of the computation: {', '.join(DTYPES)} (default: auto)"
-    )
+    parser.add_argument("--dtype", default="auto", help=f"computation in {', '.join(DTYPES)} (default: auto)")
     for name, about in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=1, help=f"number of {about} (default: 1)")
 
