@@ -376,14 +376,18 @@ def test_without_a_gpu_the_services_memory_is_the_caches(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ('"port": PORT', '"port": 8000', "containers[0].port is 8000, and its command's --port 8081"),
-        ("FOLDER", "/mnt/model/bloom_7b/", "/mnt/model/bloom_7b is not there; put what oss://examplebucket/bloom_7b/"),
-        ('"command": "blade_llm_server', '"command": "python app.py', "blade_llm_server is known"),
+        ('"port": PORT', '"port": 8000', "containers[0].port is 8000, but --port of its command is 8081"),
+        (
+            "FOLDER",
+            "/mnt/model/bloom_7b/",
+            "/mnt/model/bloom_7b does not exist: copy the content of oss://examplebucket/bloom_7b/",
+        ),
+        ('"command": "blade_llm_server', '"command": "python app.py', "must run blade_llm_server"),
         ('"name"', '"nam"', "Object missing required field `name`"),
-        ('"instance": 1,', '"instance": 1', "cannot be used"),
+        ('"instance": 1,', '"instance": 1', "cannot be read"),
         ("--num-gpu-blocks-override 100", "--model 'x", "containers[0].command cannot be read: No closing quotation"),
         ("--port PORT", "--port many", "containers[0].command: argument --port: invalid int value: 'many'"),
-        ('"containers": [', '"containers": [], "others": [', "has 0 containers, and one can be served"),
+        ('"containers": [', '"containers": [], "others": [', "must have one container, has 0"),
     ],
 )
 def test_a_wrong_service_document_does_not_start(
@@ -419,7 +423,7 @@ def test_a_quantized_folder_is_served_in_its_format(shell: Shell) -> None:
         --bit 8
     """
     for _ in range(2):
-        assert shell.says(command) == "int8: weights are rounded to wint8 when they are loaded\n"
+        assert shell.says(command) == "int8: weights will be quantized to wint8 at load\n"
     made = LLM(shell.folder / "int8")
     assert made.options.quantization == "none" and "wint8" in made.engine.info.fingerprint
     plain = LLM(demo.CHAT, quantization="wint8")
@@ -438,7 +442,7 @@ def test_a_quantized_folder_is_served_in_its_format(shell: Shell) -> None:
     }
     for i, (given, form) in enumerate(formats.items()):
         ran = shell.run(f"blade_llm_quantize --model {demo.CHAT} --output_dir out{i} {given}")
-        assert ran.stdout == f"out{i}: weights are rounded to {form} when they are loaded\n"
+        assert ran.stdout == f"out{i}: weights will be quantized to {form} at load\n"
         assert (
             json.loads((shell.folder / f"out{i}" / "config.json").read_text())["quantization_config"]["format"] == form
         )
@@ -495,22 +499,25 @@ def test_a_split_folder_has_the_part_of_each_rank(shell: Shell) -> None:
             "--quant_algo gptq --bit 4 --quant_mode act_and_weight_quant",
             "--quant_algo: gptq for int with act_and_weight",
         ),
-        ("--quant_algo smoothquant", "smoothquant has act_and_weight_quant with --bit 8"),
-        ("--quant_algo awq", "awq has weight_only_quant with --bit 4\n"),
+        ("--quant_algo smoothquant", "smoothquant supports act_and_weight_quant with --bit 8"),
+        ("--quant_algo awq", "awq supports weight_only_quant with --bit 4\n"),
         ("--quant_algo smoothquant+", "argument --quant_algo: invalid choice: 'smoothquant+'"),
-        ("--quant_dtype fp8", "fp8 has act_and_weight_quant with --bit 8"),
-        ("--quant_algo gptq --bit 4 --calib_data a --calib_data_file b", "calib_data_file exclude each other"),
+        ("--quant_dtype fp8", "fp8 supports act_and_weight_quant with --bit 8"),
+        (
+            "--quant_algo gptq --bit 4 --calib_data a --calib_data_file b",
+            "calib_data: cannot be combined with calib_data_file",
+        ),
         ("--quant_mode act_and_weight_quant --bit 4", "--quant_mode: act_and_weight_quant with --bit 4"),
         (
             "--block_wise_quant",
-            "--quant_mode: weight_only_quant with --bit 8 and --block_wise_quant true is not supported yet",
+            "--quant_mode: weight_only_quant with --bit 8 and --block_wise_quant true is not supported",
         ),
         ("--bit 3", "argument --bit: invalid choice: 3"),
         ("--model /nowhere", "model: /nowhere does not exist"),
-        ("--output_dir MODEL", "is the model's own folder; name another"),
-        ("--output_dir OTHER", "/config.json exists already; name an empty folder"),
+        ("--output_dir MODEL", "is the folder of the model"),
+        ("--output_dir OTHER", "/config.json already exists: give an empty folder"),
         ("--output_dir FILE", "output_dir: cannot write to "),
-        ("--model QUANTIZED", "is quantized already; name the checkpoint that it was made from"),
+        ("--model QUANTIZED", "is already quantized: give the original checkpoint"),
         ("--fallback_ratio 0.1", "unrecognized arguments: --fallback_ratio 0.1"),
     ],
 )

@@ -127,7 +127,7 @@ def test_start_and_stop(shell: Shell, tokenizer: PreTrainedTokenizerFast) -> Non
     assert (status, said.startswith("Stopped process")) == (0, True)
     with pytest.raises(requests.ConnectionError):
         requests.get(shell.url("HEALTH_HTTP_PORT", "/v2/health/live"), timeout=60)
-    assert shell.run("stop_server") == (0, "Nothing runs that start_server has started.\n")
+    assert shell.run("stop_server") == (0, "No server started by start_server is running.\n")
 
 
 @pytest.mark.row("paddlenlp", "rank_0/model.pdiparams", "OUTPUT_LOG_TO_CONSOLE", "BATCH_SIZE")
@@ -143,7 +143,7 @@ def test_a_server_that_does_not_start_says_why(shell: Shell) -> None:
         2,
         "start_server: BATCH_SIZE: '129' is wrong: must be from 1 to 128\n",
     )
-    assert shell.run("stop_server")[1].startswith("Nothing runs")
+    assert shell.run("stop_server")[1].startswith("No server")
 
 
 @pytest.mark.row(
@@ -165,8 +165,8 @@ def test_a_model_by_its_name(shell: Shell) -> None:
         assert status == 0 and (shell.folder / "here" / name / "config.json").exists(), said
         assert "--speculate_model_path is ignored: MTP layers are part of" in said
         for arguments, words in (
-            (("-m", "org/chat-2nodes", "-n", "3"), "--nnodes: is 3, and org/chat-2nodes is for 2 nodes"),
-            (("--mode", "slave"), "--mode: slave is for several nodes, and --nnodes is 1"),
+            (("-m", "org/chat-2nodes", "-n", "3"), "--nnodes: is 3, but org/chat-2nodes is for 2 nodes"),
+            (("--mode", "slave"), "--mode: slave is for several nodes, but --nnodes is 1"),
             (("--model_name", "org/chat/a8w8_fp8"), "the format a8w8_fp8 is not supported"),
             (("--model_name", "org/unknown"), "has no model org/unknown"),
         ):

@@ -151,5 +151,5 @@ def test_a_folder_that_is_not_mounted_is_told(shell: Shell) -> None:
     Path(shell.folder, "unmounted.json").write_text(SERVICE, encoding="utf-8")
     ran = shell.run("penstock serve --service-json unmounted.json")
     assert ran.returncode == 2
-    words = "/mnt/model/bloom_7b is not there; put what oss://examplebucket/bloom_7b/ has into it, or mount it there"
+    words = "/mnt/model/bloom_7b does not exist: copy the content of oss://examplebucket/bloom_7b/ to it, or mount it"
     assert ran.stderr.splitlines()[-1] == f"penstock serve: service_json: {words}"

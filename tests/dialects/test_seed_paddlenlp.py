@@ -344,5 +344,5 @@ def test_mpirun_starts_and_stops_one_server(elsewhere: Terminal) -> None:
 
 def test_mpirun_on_more_nodes_than_the_model_is_refused(elsewhere: Terminal) -> None:
     elsewhere.environment |= {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1", "PMI_SIZE": "2"}  # as MPICH tells
-    words = "MP_NNODE: is 1, and mpirun has started 2 ranks, 1 of them on this node"
+    words = "MP_NNODE: is 1, but mpirun started 2 ranks, only 1 of them on this node"
     assert elsewhere.run("start_server") == (2, f"start_server: {words}\n")

@@ -207,13 +207,16 @@ def test_fp8_is_quantized(workspace: Path) -> None:
     (workspace / "datas" / "alpaca.jsonl").write_text("\n".join(lines))
     said = bash(workspace, QUANTIZE)
     assert said.returncode == 0, said.stderr
-    assert "--kv_cache_dtype fp8: keys and values are quantized to 8-bit integers on CPUs" in said.stderr
+    assert "--kv_cache_dtype fp8: on CPUs, the KV cache is quantized to int8" in said.stderr
     tensors = load_file(workspace / "models/Qwen1.5-14B-Chat-1tp-fp8-kvfp8/checkpoint/model.safetensors")
     assert tensors["model.layers.0.mlp.up_proj.weight"].dtype is torch.float8_e4m3fn
     said = bash(workspace, BUILD_QUANTIZED.rstrip() + " \\\n--use_fp8_context_fmha enable\n")
     assert said.returncode == 0, said.stderr
-    assert "--use_fp8_context_fmha has no meaning here and is ignored: attention uses the KV cache" in said.stderr
-    assert "asks for keys and values in FP8: 8-bit integers are used" in said.stderr
+    assert (
+        "--use_fp8_context_fmha has no meaning here and is ignored: attention uses the data type of the KV cache"
+        in said.stderr
+    )
+    assert "has an FP8 KV cache; int8 is used" in said.stderr
     engine = workspace / "models" / "Qwen1.5-14B-Chat-1tp-fp8-kvfp8-trt-engine-2"
     found = json.loads((engine / "config.json").read_text())["pretrained_config"]["quantization"]
     assert found == {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
@@ -315,7 +318,7 @@ def test_an_engine_for_two_ranks_answers_the_same(workspace: Path, served: Serve
     launch = LAUNCH.replace("1tp", "2tp")
     refused = bash(workspace, launch.replace("--world_size=1", "--world_size=3"))
     assert refused.returncode == 2
-    assert "world_size: is 3, and the engine of tensorrt_llm is for 2 (tp_size times pp_size)" in refused.stderr
+    assert "world_size: is 3, but the engine of tensorrt_llm is for 2 ranks (tp_size times pp_size)" in refused.stderr
     with served_by(workspace, launch.replace("--world_size=1", "--world_size=2")) as launched:
         assert json.loads(curl(launched, GENERATE)) == json.loads(curl(served, GENERATE))
 

@@ -93,7 +93,7 @@ def test_flags_are_taken(capsys: pytest.CaptureFixture[str], caplog: pytest.LogC
         (["--allow-http", "false", "--allow-grpc", "false"], "port: is -1 (no HTTP) without grpc_port"),
         (["--allow-grpc", "perhaps"], "not one of true"),
         (["--http-prot", "1"], "did you mean --http-port"),
-        (["--model-repository", "/nowhere"], "model_repository: /nowhere holds no folder"),
+        (["--model-repository", "/nowhere"], "model_repository: /nowhere has no folders"),
     ],
 )
 def test_flags_that_cannot_be_are_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
@@ -136,7 +136,7 @@ def test_a_repository_becomes_settings(
         ({"enable_chunked_context": "maybe"}, "enable_chunked_context: 'maybe' is wrong"),
         ({"decoding_mode": "redrafter"}, "decoding_mode: 'redrafter' is wrong"),
         ({"medusa_choices": "[0]"}, "medusa_choices: '[0]' is wrong"),
-        ({"gpu_device_ids": r"0\,1"}, "gpu_device_ids: '0,1' has 2 devices for each instance"),
+        ({"gpu_device_ids": r"0\,1"}, "gpu_device_ids: has 2 devices per instance"),
         ({"max_queue_delay_microseconds": "${other}"}, "${other} is not filled"),
         ({"triton_max_batch_size": "many"}, "is not a model configuration"),
     ],
@@ -168,7 +168,7 @@ def test_contradictions_and_strangers_are_named(
             path.read_text().replace("tokeniser_dir", "tokenizer_dir").replace(str(demo.CHAT), str(tmp_path))
         )
     assert main(asked) == 2
-    assert "holds no checkpoint of Hugging Face" in capsys.readouterr().err
+    assert "has no Hugging Face checkpoint" in capsys.readouterr().err
 
 
 def test_templates_are_filled(templates: Path) -> None:

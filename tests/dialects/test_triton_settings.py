@@ -213,14 +213,14 @@ def test_a_name_means(
 @pytest.mark.parametrize(
     ("model", "key", "good", "wrong", "words"),
     [
-        ("tensorrt_llm", "gpu_device_ids", "0", "0,1", "has 2 devices for each instance, and the engine is for 1"),
+        ("tensorrt_llm", "gpu_device_ids", "0", "0,1", "has 2 devices per instance, but the engine is for 1"),
         ("tensorrt_llm", "gpu_device_ids", "2;3", "0;2", "devices must have consecutive numbers"),
-        ("tensorrt_llm", "decoding_mode", "top_k_top_p", "redrafter", "each request selects its decoding"),
-        ("tensorrt_llm", "normalize_log_probs", "true", "false", "possible is true"),
+        ("tensorrt_llm", "decoding_mode", "top_k_top_p", "redrafter", "requests select the decoding mode"),
+        ("tensorrt_llm", "normalize_log_probs", "true", "false", "it must be true"),
         ("tensorrt_llm", "max_attention_window_size", "2048", "512", "attends to 2048 tokens, which cannot be changed"),
-        ("tensorrt_llm", "sink_token_length", "0", "4", "a model's attention is its own"),
-        ("tensorrt_llm", "medusa_choices", "{0}", "[0]", "no tree of choices"),
-        ("tensorrt_llm", "eagle_choices", "", "{0", "no tree of choices"),
+        ("tensorrt_llm", "sink_token_length", "0", "4", "the attention of a model cannot be changed"),
+        ("tensorrt_llm", "medusa_choices", "{0}", "[0]", "not a tree of choices"),
+        ("tensorrt_llm", "eagle_choices", "", "{0", "not a tree of choices"),
         ("tensorrt_llm_bls", "tensorrt_llm_draft_model_name", "", "draft", "--speculative-config"),
         ("preprocessing", "add_special_tokens", "True", "False", "the tokenizer's special tokens are always added"),
         ("postprocessing", "skip_special_tokens", "True", "False", "special tokens are never part of the text"),
@@ -360,4 +360,4 @@ def test_other_models_are_refused(capsys: pytest.CaptureFixture[str], repository
     (tmp_path / "models" / "resnet").mkdir()
     (tmp_path / "models" / "resnet" / "config.pbtxt").write_text('name: "resnet" backend: "onnxruntime"')
     assert main(["config", "--compat", "triton", *arguments]) == 2
-    assert "the model 'resnet' is not one of TensorRT-LLM's: ensemble, preprocessing" in capsys.readouterr().err
+    assert "the model 'resnet' is not a TensorRT-LLM model: ensemble, preprocessing" in capsys.readouterr().err

@@ -40,7 +40,7 @@ def made(command: str, folder: Path, **flags: Any) -> tuple[dict[str, Any], str]
 def test_a_checkpoint_is_named(tmp_path: Path, dtype: str) -> None:
     found, _ = made("convert_checkpoint.py", tmp_path / "new" / "checkpoint", model_dir=demo.CHAT, dtype=dtype)
     known = json.loads((demo.CHAT / "config.json").read_text())
-    assert "holds no weights" in found["about"] and found["checkpoint"] == str(demo.CHAT)
+    assert "has no weights" in found["about"] and found["checkpoint"] == str(demo.CHAT)
     assert (found["architecture"], found["dtype"]) == ("Qwen3ForCausalLM", dtype)
     assert found["mapping"] == {"world_size": 1, "tp_size": 1, "pp_size": 1}
     assert found["quantization"] == {"quant_algo": None, "kv_cache_quant_algo": None}
@@ -155,7 +155,7 @@ def test_switches_are_noted_and_ignored(tmp_path: Path) -> None:
         assert f"--{name} has no meaning here and is ignored: " in said
     flags = {"gather_context_logits": True, "gather_generation_logits": True}
     _, said = made("trtllm-build", tmp_path / "other", checkpoint_dir=tmp_path / "checkpoint", **flags)
-    assert said.count("requests ask for logits") == 2
+    assert said.count("requests can ask for logits") == 2
 
 
 @pytest.mark.row("triton", "--tp_size", "--pp_size", "--workers")
@@ -181,7 +181,7 @@ def test_ranks_and_stages_are_those_of_the_server(
         ("convert_checkpoint.py", {"tp_size": 0}, "--tp_size: must be at least 1, is 0"),
         ("convert_checkpoint.py", {"pp_size": -1}, "--pp_size: must be at least 1, is -1"),
         ("convert_checkpoint.py", {"dtype": "fp8"}, "--dtype: 'fp8' is not one of auto, float32, float16, bfloat16"),
-        ("convert_checkpoint.py", {"model_dir": "/nowhere"}, "model_dir: /nowhere holds no checkpoint"),
+        ("convert_checkpoint.py", {"model_dir": "/nowhere"}, "model_dir: /nowhere has no Hugging Face checkpoint"),
         ("convert_checkpoint.py", {"model_dirs": "x"}, "did you mean --model_dir?"),
         ("quantize.py", {"qformat": "fp4"}, "--qformat: 'fp4' is not supported"),
         ("quantize.py", {"qformat": "int4_awq", "calib_dataset": "cnn_mail"}, "--calib_dataset: there is no cnn_mail"),
@@ -189,8 +189,8 @@ def test_ranks_and_stages_are_those_of_the_server(
         ("quantize.py", {"kv_cache_dtype": "fp4"}, "--kv_cache_dtype: 'fp4' is not supported, only int8 and fp8"),
         ("trtllm-build", {"paged_kv_cache": "disable"}, "the KV cache is always paged"),
         ("trtllm-build", {"max_batch_size": 0}, "--max_batch_size: must be at least 1, is 0"),
-        ("trtllm-build", {"tp_size": 2}, "--tp_size: is 2, and the checkpoint was converted for 1"),
-        ("trtllm-build", {"checkpoint_dir": demo.CHAT}, "has made: run one of them with --model_dir"),
+        ("trtllm-build", {"tp_size": 2}, "--tp_size: is 2, but the checkpoint was converted for 1"),
+        ("trtllm-build", {"checkpoint_dir": demo.CHAT}, "run one of them with --model_dir"),
         ("trtllm-build", {"max_batchsize": 3}, "did you mean --max_batch_size?"),
         ("trtllm-build", {"workers": 0}, "--workers: must be at least 1, is 0"),
         ("trtllm-build", {"output_dir": demo.CHAT}, "is the model's own folder; name another"),

@@ -267,7 +267,7 @@ def test_it_chats_with_a_server(clean: Clean) -> None:
             person.type("What is the capital of Canada?\n")
             person.see("Ottawa")
     refused = clean.run(clean.penstock, "chat", "--url", server.url)
-    assert refused.returncode == 2 and "does not answer" in refused.stderr and "Traceback" not in refused.stderr
+    assert refused.returncode == 2 and "does not respond" in refused.stderr and "Traceback" not in refused.stderr
 
 
 # --- The README, which prints the same in both languages --------------------------------------------------------------

@@ -149,15 +149,16 @@ def test_what_is_wrong_is_told_and_the_rest_goes_on(tmp_path: Path) -> None:
     (tmp_path / "odd.json").write_text('[{"role": "stranger", "content": "Hi"}]')
     wrong = {
         "/retrx": "did you mean retry",
-        "/undo": "nothing was said yet",
+        "/undo": "there is no message yet",
         "/set temprature 1": "did you mean temperature",
         "/set top_p much": "top_p: Expected `float`",
         "/set min_p 2": "min_p: must be at most 1",
         f"/load {tmp_path / 'none.json'}": "cannot be read",
-        f"/load {tmp_path / 'odd.json'}": "holds no messages",
+        f"/load {tmp_path / 'odd.json'}": "is not a list of messages",
         f"/save {tmp_path}": "cannot be written",
-        "/save": "which file?",
-        "What is this? " * 20: "the context is full; /undo drops the last turn, /reset begins anew (prompt: has",
+        "/save": "needs a file",
+        "What is this? "
+        * 20: "the context is full; /undo removes the last turn, /reset starts a new conversation (prompt: has",
     }
     short = ("--max-model-len", "60")
     said = piped(*HERE, *short, lines=[*wrong, "/set ignore_eos true", "Hi"])
@@ -175,11 +176,11 @@ def test_a_person_sees_it_come_and_stops_it(elsewhere: bool, tmp_path: Path, req
     server = request.getfixturevalue("served") if elsewhere else None
     arguments = ("--url", server.url, "--temperature", "0") if server else HERE
     with Person(tmp_path, *arguments) as person:
-        person.see(r"[⠋⠙⠹].*penstock-demo .*/help tells.*> ", limit=60)
+        person.see(r"[⠋⠙⠹].*penstock-demo .*/help lists.*> ", limit=60)
         assert " engine: " not in person.seen
         person.type("half a question")
         person.see("half a question")
-        person.interrupt(r"Ctrl-C again leaves.*\n> ")
+        person.interrupt(r"press Ctrl-C again.*\n> ")
         person.type("/set ignore_eos true\n")
         person.see("\n.*> ")
         person.type("Tell me a story.\n")
@@ -193,7 +194,8 @@ def test_a_person_sees_it_come_and_stops_it(elsewhere: bool, tmp_path: Path, req
         assert 10 < len(answer["content"]) < 5000, "it came in pieces, and was stopped long before the context is full"
         person.type('/clear\n/set ignore_eos\n"""What is the\ncapital of Canada?"""\n')
         person.see(
-            r"The capital of Canada is Ottawa\.\r\n\x1b\[2m\d+ tokens, [\d.]+ tokens/s, first after [\d.]+ s\x1b\[0m"
+            r"The capital of Canada is Ottawa\.\r\n\x1b\[2m\d+ tokens, [\d.]+ tokens/s, "
+            r"first token after [\d.]+ s\x1b\[0m"
         )
         person.type("/retry\n")
         person.see(r"Ottawa\..*tokens/s.*> ")
@@ -204,7 +206,7 @@ def test_a_person_sees_it_come_and_stops_it(elsewhere: bool, tmp_path: Path, req
         asked = [message["content"] for message in json.loads((tmp_path / "told.json").read_text())[::2]]
         assert asked == ["What is the\ncapital of Canada?", "What is the capital\nof Canada?"]
         if elsewhere:
-            person.interrupt(r"Ctrl-C again leaves.*\n> ")
+            person.interrupt(r"press Ctrl-C again.*\n> ")
         assert person.leave("\x03" if elsewhere else "\x04") == 0
     kept = (tmp_path / "penstock" / "chat_history").read_text().splitlines()
     assert "Tell me a story." in kept
@@ -230,10 +232,10 @@ def test_a_pipe_is_a_conversation_here_and_elsewhere(served: Served) -> None:
 
 def test_what_a_server_refuses_is_one_sentence(served: Served) -> None:
     cases = [
-        (["--url", served.url, "--api-key", "wrong"], "answered 401: an API key is missing or wrong"),
-        (["--url", f"{served.root}/v2"], "answered 404"),
-        (["--url", "http://127.0.0.1:9/v1"], "does not answer"),
-        (["--url", served.url, "a-model"], "requires --model-name"),
+        (["--url", served.url, "--api-key", "wrong"], "returned status 401: an API key is missing or wrong"),
+        (["--url", f"{served.root}/v2"], "returned status 404"),
+        (["--url", "http://127.0.0.1:9/v1"], "does not respond"),
+        (["--url", served.url, "a-model"], "use --model-name"),
         (["--model-name", "some"], "url: is missing"),
         (["--temperature", "-1"], "temperature: must be at least 0"),
     ]
@@ -260,11 +262,13 @@ def test_tools(elsewhere: bool, tmp_path: Path, request: pytest.FixtureRequest) 
     )
     command = f"{sys.executable} {script}"
     with Person(tmp_path, *arguments, "--tools", str(file), "--tool-command", command) as person:
-        person.see(r"/help tells.*> ")
+        person.see(r"/help lists.*> ")
         person.type(f"{IN_PARIS}\n")
         person.see(r'tool call: get_weather\(\{"city": "巴黎"\}\).*run .*weather\.py get_weather\? \[y/N\] ')
         person.type("y\n")
-        person.see(r'result: \{"degrees": 21, "city": "巴黎", "asked": "get_weather"\}.*21.*tokens/s, first after.*> ')
+        person.see(
+            r'result: \{"degrees": 21, "city": "巴黎", "asked": "get_weather"\}.*21.*tokens/s, first token after.*> '
+        )
         person.type("/regenerate\n")
         person.see(r"\[y/N\] ")
         person.type("n\n")
@@ -277,7 +281,7 @@ def test_tools(elsewhere: bool, tmp_path: Path, request: pytest.FixtureRequest) 
         assert roles == ["user", "assistant", "tool", "assistant"]
         person.type("/regenerate\n")
         person.see(r"\[y/N\] ")
-        person.interrupt(f"calls have no result; taken back: {IN_PARIS}.*> ")
+        person.interrupt(f"calls have no result; removed the message: {IN_PARIS}.*> ")
         person.type(f"/load {tmp_path / 'told.json'}\n/tools\n")
         person.see("get_weather +查询城市的天气")
         person.type("Thanks. What is the capital of Canada?\n")
@@ -295,13 +299,13 @@ def test_a_pipe_gives_results_of_tools(served: Served, tmp_path: Path) -> None:
     assert listed.startswith("get_weather")
     assert call == last == 'tool call: get_weather({"city": "巴黎"})'
     assert "35" in answer
-    assert re.search(r"has no tools in OpenAI's form: .*`name`.*\n.*1 calls have no result", said.stderr)
+    assert re.search(r"has no tools in OpenAI's format: .*`name`.*\n.*1 tool calls have no result", said.stderr)
 
 
 def test_reasoning_is_dimmed_or_folded(served: Served, tmp_path: Path) -> None:
     question = "What is 12 + 30?"
     with Person(tmp_path, "--url", served.url, "--temperature", "0") as person:
-        person.see(r"/help tells.*> ")
+        person.see(r"/help lists.*> ")
         person.type('/set chat_template_kwargs {"enable_thinking": true}\n')
         person.see("\n.*> ")
         person.type(f"{question}\n")
@@ -327,20 +331,20 @@ def test_images(tmp_path: Path) -> None:
         plain(path.stem.split()[-2] if " " in path.stem else path.stem).save(path)
     arguments = ("--model", str(folder), "--max-tokens", "1", "--num-gpu-blocks-override", "32")
     with Person(tmp_path, *arguments) as person:
-        person.see(r"/help tells.*> ")
+        person.see(r"/help lists.*> ")
         quoted = str(paths[0]).replace(" ", "\\ ")
         person.type(f"Which colour? {quoted}\n")
-        person.see(r"with the image .*a red one\.png.*\r\n.*red\r\n.*1 tokens, .*first after.*> ")
+        person.see(r"image: .*a red one\.png.*\r\n.*red\r\n.*1 tokens, .*first token after.*> ")
         person.type(f"/reset\n/image {paths[1]}\n")
-        person.see("goes with the next question.*> ")
+        person.see("will be sent with the next message.*> ")
         person.type("Which colour?\n")
         person.see(r"\ngreen\r\n.*> ")
         person.type(f"/reset\n'{paths[0]}'\n")
-        person.see("ask something about it.*> ")
+        person.see("type a message to send.*> ")
         person.type("Which colour?\n")
         person.see(r"\nred\r\n.*> ")
         person.type(f"/image {tmp_path / 'none.png'}\n/image {folder / 'config.json'}\n")
-        person.see("none.png cannot be read: No such file.*config.json is not called as an image")
+        person.see("none.png cannot be read: No such file.*config.json is not an image")
     with Served("--model", str(folder), "--num-gpu-blocks-override", "32") as server:
         said = piped("--url", server.url, "--image", str(paths[1]), "--max-tokens", "1", lines=["Which colour?"])
     assert said.stdout == "green\n", said.stderr
@@ -349,11 +353,13 @@ def test_images(tmp_path: Path) -> None:
 def test_a_plain_terminal(served: Served, tmp_path: Path) -> None:
     plain_terminal = {"TERM": "dumb", "NO_COLOR": "1", "PYTHONIOENCODING": "ascii"}
     with Person(tmp_path, "--url", served.url, "--temperature", "0", environment=plain_terminal) as person:
-        person.see(r"asking http.*/help tells.*> ")
+        person.see(r"connecting to http.*/help lists.*> ")
         person.type("/system 加拿大\n/help\n")
         person.see(r"/regenerate .*> ")
         person.type("What is the capital of Canada?\n")
-        person.see(r"The capital of Canada is Ottawa\.\r\n\d+ tokens, [\d.]+ tokens/s, first after [\d.]+ s\r\n> ")
+        person.see(
+            r"The capital of Canada is Ottawa\.\r\n\d+ tokens, [\d.]+ tokens/s, first token after [\d.]+ s\r\n> "
+        )
         assert "\x1b" not in person.seen
 
 

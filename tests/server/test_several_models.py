@@ -446,14 +446,14 @@ def test_a_repository_may_have_several_engines(two_engines: Path, alone: dict[st
 @pytest.mark.parametrize(
     ("change", "flags", "words"),
     [
-        ({}, ["--tensorrt_llm_model_name=small,large"], "has no engine 'large'; it has small, tensorrt_llm"),
+        ({}, ["--tensorrt_llm_model_name=small,large"], "has no engine 'large', only small, tensorrt_llm"),
         (
             {"small_bls": parameters(tensorrt_llm_model_name="smal")},
             [],
             "uses smal, none of which is an engine; the engines are",
         ),
-        ({"mine": ""}, [], "the model 'mine' is not one of TensorRT-LLM's"),
-        ({"small": 'backend: "tensorrtllm"'}, [], "does not say where its engine is"),
+        ({"mine": ""}, [], "the model 'mine' is not a TensorRT-LLM model"),
+        ({"small": 'backend: "tensorrtllm"'}, [], "must have gpt_model_path"),
         ({}, ["--load-model=small"], "requires --model-control-mode explicit"),
     ],
 )

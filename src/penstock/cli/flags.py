@@ -19,12 +19,7 @@ from penstock.config.sources import ResolvedConfiguration, convert_value, read
 
 from .parser import Parser
 
-TITLES = {
-    "model": "model options",
-    "engine": "engine options",
-    "server": "server options",
-    "log": "log options",
-}
+TITLES = {"model": "model options", "engine": "engine options", "server": "server options", "log": "log options"}
 FOR_AN_ENGINE = ("model", "engine")
 PROFILE_PREFIX = "theirs:"
 """Prefix of the argparse destinations of a profile's flags, whose names may also be names of Penstock's options."""
@@ -35,9 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def add_options(
-    parser: argparse.ArgumentParser,
-    sections: tuple[str, ...] = FOR_AN_ENGINE,
-    names: tuple[str, ...] = (),
+    parser: argparse.ArgumentParser, sections: tuple[str, ...] = FOR_AN_ENGINE, names: tuple[str, ...] = ()
 ) -> None:
     """Add ``--config`` and a flag for each option (``--max-num-seqs`` or ``--max_num_seqs``) to the parser.
 

@@ -31,12 +31,7 @@ def exit_status(parser: argparse.ArgumentParser, work: Callable[[], int | None])
 
 
 def add_kinds(parser: argparse.ArgumentParser, package: str, kinds: Mapping[str, tuple[str, str]]) -> None:
-    """Add subcommands to a command.
-
-    Args:
-        package: package of the subcommands' modules.
-        kinds: module and description by name.
-    """
+    """Add subcommands to a command: ``kinds`` has module (in ``package``) and description by name."""
     subparsers = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     for name, (module, about) in kinds.items():
         kind = subparsers.add_parser(

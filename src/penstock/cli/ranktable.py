@@ -19,15 +19,9 @@ MERGE_FLAGS = ("global_ranktable_list",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--mode",
-        choices=("gen", "merge"),
-        required=True,
-        help="gen: write this machine's tables; merge: merge the global tables of several machines",
-    )
-    parser.add_argument(
-        "--save-dir", type=Path, default=Path(), metavar="FOLDER", help="output folder (default: the current folder)"
-    )
+    about = "gen: write this machine's tables; merge: merge the global tables of several machines"
+    parser.add_argument("--mode", choices=("gen", "merge"), required=True, help=about)
+    parser.add_argument("--save-dir", type=Path, default=Path(), metavar="FOLDER", help="output folder (default: .)")
     gen = parser.add_argument_group("with --mode gen")
     gen.add_argument("--api-server", action="store_true", help="this machine runs the router; exactly one machine does")
     for role in ("prefill", "decode"):
@@ -35,9 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         gen.add_argument(f"--{role}-server-list", nargs="+", default=[], metavar="DEVICES", help=about)
     gen.add_argument("--ip", default="", help="address of this machine (default: that of the outgoing interface)")
     merge = parser.add_argument_group("with --mode merge")
-    merge.add_argument(
-        "--global-ranktable-list", nargs="+", type=Path, default=[], metavar="FILE", help="global table of each machine"
-    )
+    about = "global table of each machine"
+    merge.add_argument("--global-ranktable-list", nargs="+", type=Path, default=[], metavar="FILE", help=about)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -29,9 +29,7 @@ from .served_models import DEMO
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-i", "--input-file", required=True, type=Path, metavar="FILE", help="requests, one per line (JSON Lines)"
-    )
+    parser.add_argument("-i", "--input-file", required=True, type=Path, metavar="FILE", help="requests, one per line")
     parser.add_argument(
         "-o",
         "--output-file",
@@ -45,8 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="at_once",  # not the server's option of this name
         type=int,
         metavar="REQUESTS",
-        help="maximum number of concurrent requests (default: --max-num-seqs running, and as many waiting, at most "
-        "--max-waiting)",
+        help="maximum number of concurrent requests (default: twice --max-num-seqs, if --max-waiting allows)",
     )
     add_options(parser, ("model", "engine", "log"), ("served_model_name",))
 

@@ -30,11 +30,7 @@ def can_print(text: str) -> bool:
 def replace_unprintable() -> None:
     """Escape characters in output (and replace them in input) that a non-UTF-8 encoding lacks, instead of raising an
     error."""
-    for stream, errors in (
-        (sys.stdin, "replace"),
-        (sys.stdout, "backslashreplace"),
-        (sys.stderr, "backslashreplace"),
-    ):
+    for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace"), (sys.stderr, "backslashreplace")):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure and (stream.encoding or "").lower().replace("-", "") != "utf8":
             reconfigure(errors=errors)

@@ -153,10 +153,7 @@ SHIMS = [
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="output folder, created if it is missing")
     parser.add_argument(
-        "names",
-        nargs="*",
-        metavar="NAME",
-        help=f"system ({', '.join(_systems())}) or command (default: all)",
+        "names", nargs="*", metavar="NAME", help=f"system ({', '.join(_systems())}) or command (default: all)"
     )
     parser.add_argument("--list", action="store_true", help="list the wrapper commands, and what each runs")
     parser.add_argument("--force", action="store_true", help="also overwrite files not written by penstock shims")

@@ -54,7 +54,6 @@ def call(base: str, path: str, secret: bytes, body: bytes | None = None) -> Any:
     Args:
         base: ``host:port`` or ``http://host:port``, or ``https://host:port`` (the certificate is not verified, as the
             secret authenticates both sides).
-        secret: cluster secret.
         body: body of a POST request; None: GET.
 
     Raises ``OSError`` if the server cannot be reached, ``PenstockError`` (``unavailable``) for any other response.

@@ -83,11 +83,8 @@ def combine(groups: Iterable[Iterable[Server]]) -> Global:
 
 
 def read(path: Path, option: str = "global_ranktable_list") -> Global:
-    """Read a global table. Raises ``PenstockError`` (``invalid``) if it cannot be read, or is inconsistent.
-
-    Args:
-        option: name of the option, for errors.
-    """
+    """Read a global table. Raises ``PenstockError`` (``invalid``), naming ``option``, for an unreadable or inconsistent
+    one."""
     try:
         result = msgspec.json.decode(path.read_bytes(), type=Global)
     except (OSError, ValueError) as error:

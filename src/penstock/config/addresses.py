@@ -14,11 +14,8 @@ ANY_ADDRESS = ("", "0.0.0.0", "::")
 
 
 def split_address(text: str, option: str) -> tuple[str, int]:
-    """Split ``host:port``, or ``[address]:port`` for IPv6. Raises ``PenstockError`` (``invalid``) for other texts.
-
-    Args:
-        option: name of the option, for the error.
-    """
+    """Split ``host:port``, or ``[address]:port`` for IPv6. Raises ``PenstockError`` (``invalid``), which names
+    ``option``, for other texts."""
     host, colon, port = text.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")
     number = read_decimal(port, 65535)

@@ -88,12 +88,8 @@ def open_cached(path: Path) -> IO[bytes]:
 def new_file(path: Path, size: int, limit: int) -> Iterator[IO[bytes]]:
     """Open a temporary file for writing, and rename it to ``path`` if the block ends without an error.
 
-    First reserves ``size`` bytes, under a lock on the folder, by deleting the least recently used files. Files that an
-    engine has mapped are kept.
-
-    Args:
-        size: size of the file in bytes.
-        limit: size limit of the cache in bytes.
+    First reserves ``size`` bytes, under a lock on the folder: if the cache would exceed ``limit`` bytes, the least
+    recently used files are deleted, except those that an engine has mapped.
 
     Raises ``OSError`` if there is not enough room.
     """

@@ -11,7 +11,6 @@ def option(unit: str = "", empty: str = "", **bounds: Any) -> msgspec.Meta:
     """Describe an option, for ``Annotated``.
 
     Args:
-        unit: unit of the value, for the help.
         empty: meaning of an empty value, for the help.
         bounds: constraints of ``msgspec.Meta`` (``ge``, ``le``, …).
     """

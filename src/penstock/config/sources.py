@@ -124,12 +124,8 @@ def convert_setting(setting: Setting, value: Any, source: str, foreign: bool = F
 
 
 def convert_value(setting: Setting, value: Any, name: str, place: str = "") -> Any:
-    """Convert a value to a setting's type with msgspec. Raises ``PenstockError`` (``invalid``) for an invalid value.
-
-    Args:
-        name: name of the option, for the error.
-        place: source of the value, for the error.
-    """
+    """Convert a value to a setting's type with msgspec. Raises ``PenstockError`` (``invalid``), naming ``name`` and
+    ``place``, for an invalid value."""
     try:
         return msgspec.convert(value, setting.annotated, strict=False)
     except msgspec.ValidationError as error:
@@ -217,15 +213,11 @@ def _environment_settings(environment: Mapping[str, str]) -> Settings:
     names = {setting.variable: setting.name for setting in settings().values()}
     for variable, text in sorted(environment.items()):
         if variable not in names:
-            if (
-                variable.startswith("PENSTOCK_")
-                and variable not in NO_OPTIONS
-                and (hint := did_you_mean(variable, names))
-            ):
+            is_ours = variable.startswith("PENSTOCK_") and variable not in NO_OPTIONS
+            if is_ours and (hint := did_you_mean(variable, names)):
                 logger.warning("the environment variable %s is not an option%s", variable, hint)
             continue
         if text.startswith("tcp://"):  # set by Kubernetes for a service called penstock
             logger.warning("%s=%s was set by Kubernetes and is ignored", variable, text)
             continue
-        name = names[variable]
-        yield name, text, variable
+        yield names[variable], text, variable

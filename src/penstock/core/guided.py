@@ -110,15 +110,8 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
 
     @property
     def characters(self) -> int:
-        texts = (
-            self.json,
-            self.regex,
-            self.grammar,
-            self.structural_tag,
-            self.whitespace_pattern,
-            *(self.choice or ()),
-        )
-        return sum(len(text) for text in texts if text)
+        texts = (self.json, self.regex, self.grammar, self.structural_tag, self.whitespace_pattern)
+        return sum(len(text) for text in (*texts, *(self.choice or ())) if text)
 
 
 def disallow_additional_properties(schema: Any, strict: bool = False) -> Any:

@@ -18,10 +18,8 @@ class LoRARequest(msgspec.Struct, frozen=True):
 
 
 def parse_lora_modules(lora_modules: tuple[str, ...]) -> dict[str, str]:
-    """Parse the option ``lora_modules``, entries ``name=folder``, into folders by name.
-
-    Raises ``PenstockError`` (``invalid``) for other entries and for duplicate names.
-    """
+    """Parse entries ``name=folder`` of the option ``lora_modules`` into folders by name. Raises ``PenstockError``
+    (``invalid``) for other entries and for duplicate names."""
     result: dict[str, str] = {}
     for entry in lora_modules:
         name, equals, path = entry.partition("=")

@@ -33,12 +33,7 @@ def run(args: argparse.Namespace) -> int:
     llm = LLM(options.pop("model"), **options)
     results = (latency if args.kind == "latency" else throughput)(llm, args)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    results = {
-        "bench": args.kind,
-        "kernels": llm.engine.info.fingerprint,
-        **results,
-        "peak_memory_gib": peak,
-    }
+    results = {"bench": args.kind, "kernels": llm.engine.info.fingerprint, **results, "peak_memory_gib": peak}
     if args.json:
         print_json(results)
     else:

@@ -1,4 +1,4 @@
-"""``penstock chat``: a chat in the terminal, with a local engine or a server."""
+"""``penstock chat``: chat in the terminal with a local engine or a server."""
 
 from __future__ import annotations
 
@@ -18,38 +18,35 @@ if TYPE_CHECKING:
     from .server_backend import Server
 
 SAMPLING = {"temperature": "temperature", "top_p": "top_p", "max_tokens": "max_tokens", "sampling_seed": "seed"}
-"""Flags, and the fields that they set."""
+"""Sampling parameters by flag."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
-    parser.add_argument("--system", default="", metavar="TEXT", help="a system prompt")
-    parser.add_argument(
-        "--image", action="append", default=[], metavar="FILE or URL", help="send with the first question; repeatable"
-    )
-    parser.add_argument("--tools", metavar="FILE", help="tools that the model may call, as JSON in OpenAI's form")
+    parser.add_argument("--system", default="", metavar="TEXT", help="system prompt")
+    about = "image to send with the first message; can be repeated"
+    parser.add_argument("--image", action="append", default=[], metavar="FILE or URL", help=about)
+    parser.add_argument("--tools", metavar="FILE", help="JSON file of tools in OpenAI's format")
     parser.add_argument(
         "--tool-command",
         default="",
         metavar="COMMAND",
-        help="runs a tool call, after a confirmation: COMMAND NAME, with the arguments as JSON on standard input "
-        "(default: you type the result)",
+        help="command that executes tool calls, each after a confirmation: COMMAND NAME, with the arguments as JSON on "
+        "standard input (default: type the results)",
     )
-    parser.add_argument("--temperature", type=float, help="0 is greedy (default: the model's own)")
-    parser.add_argument(
-        "--top-p", type=float, help="least share of probability to draw from (default: the model's own)"
-    )
-    parser.add_argument("--max-tokens", type=int, help="tokens of an answer at most (default: what the context holds)")
-    parser.add_argument("--sampling-seed", type=int, help="makes the draws repeatable")
-    server = parser.add_argument_group("a server instead of an engine of one's own")
-    server.add_argument("--url", help="of any server with OpenAI's API: http://HOST:8000/v1")
-    server.add_argument("--api-key", dest="key", metavar="KEY", help="(default: the environment's OPENAI_API_KEY)")
-    server.add_argument("--model-name", metavar="NAME", help="(default: the first that the server lists)")
+    parser.add_argument("--temperature", type=float, help="sampling temperature; 0: greedy (default: the model's)")
+    parser.add_argument("--top-p", type=float, help="probability of the tokens to sample from (default: the model's)")
+    parser.add_argument("--max-tokens", type=int, help="maximum tokens of an answer (default: limited by the context)")
+    parser.add_argument("--sampling-seed", type=int, help="seed for reproducible sampling (default: random)")
+    server = parser.add_argument_group("chat with a server instead of a local engine")
+    server.add_argument("--url", help="URL of any server with OpenAI's API: http://HOST:8000/v1")
+    server.add_argument("--api-key", dest="key", metavar="KEY", help="API key (default: $OPENAI_API_KEY)")
+    server.add_argument("--model-name", metavar="NAME", help="model (default: the first one that the server lists)")
     add_options(parser, ("model", "engine"))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chat. Returns 1 where a question from a pipe was not answered."""
+    """Run the chat. Returns 1 if a message from a pipe was not answered."""
     from anyio.from_thread import start_blocking_portal
 
     from .commands import ALIASES, COMMANDS
@@ -69,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     terminal = Terminal()
     backend = _backend(args)
     with start_blocking_portal() as portal, ExitStack() as stack:
-        with terminal.waiting(f"loading {backend.about}" if args.url is None else f"asking {args.url}"):
+        with terminal.waiting(f"loading {backend.about}" if args.url is None else f"connecting to {args.url}"):
             stack.enter_context(portal.wrap_async_context_manager(backend))
         return Session(backend, portal, conversation, terminal, COMMANDS, ALIASES, args.tool_command).run()
 
@@ -77,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 def _backend(args: argparse.Namespace) -> Engine | Server:
     if args.url is None:
         if args.model_name is not None or args.key is not None:
-            raise invalid("url", "is missing: --model-name and --api-key are a server's")
+            raise invalid("url", "is missing: --model-name and --api-key are for servers")
         from .engine_backend import Engine
 
         if args.model_tag is not None:
@@ -85,7 +82,7 @@ def _backend(args: argparse.Namespace) -> Engine | Server:
         options = options_of(args)
         return Engine(options, options["model"] or DEMO)
     if args.model_tag is not None or hasattr(args, "model"):
-        raise invalid("url", "requires --model-name; MODEL starts an engine here instead")
+        raise invalid("url", "cannot be combined with MODEL, which starts a local engine: use --model-name")
     from .server_backend import Server
 
     return Server(args.url, os.environ.get("OPENAI_API_KEY") if args.key is None else args.key, args.model_name)

@@ -1,4 +1,4 @@
-"""The interface to a model: a local engine or a server."""
+"""Interface of chat backends: a local engine or a server."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from .tools import ToolCall
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer so far."""
+    """Answer generated so far."""
 
     text: str = ""
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
-    """Tool calls; the arguments of the last one may be incomplete before the answer ends."""
+    """Tool calls. Until the answer ends, the arguments of the last one may be incomplete."""
     finish_reason: str | None = None
     prompt_tokens: int | None = None
-    """Tokens of the prompt; None where unknown."""
+    """Number of prompt tokens; None: unknown."""
     output_tokens: int | None = None
-    """Tokens of the answer; None where unknown."""
+    """Number of output tokens; None: unknown."""
 
 
 class ContextFull(Exception):
-    """Raised where the conversation exceeds the model's context."""
+    """The conversation exceeds the model's context."""
 
 
 class Backend(Protocol):
@@ -35,11 +35,11 @@ class Backend(Protocol):
     about: str
     """Description for the user."""
     context: int | None
-    """Context length in tokens; None where unknown."""
+    """Context length in tokens; None: unknown."""
 
     def answer(self, messages: list[Message], conversation: Conversation) -> AsyncGenerator[Answer, None]:
-        """The answer to ``messages`` so far, whenever it has grown, with the conversation's tools and parameters.
-        Leaving the loop ends it.
+        """Generate an answer to ``messages`` with the conversation's tools and parameters. Yields the answer so far
+        whenever it grows; closing the generator stops it.
 
-        Raises ``ContextFull``, or ``PenstockError`` with one sentence where it cannot be had.
+        Raises ``ContextFull``, or ``PenstockError`` with a one-sentence message.
         """

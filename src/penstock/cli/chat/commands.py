@@ -16,15 +16,15 @@ from .tools import load_tools
 
 def _help(session: Session, rest: str) -> None:
     for name, command in COMMANDS.items():
-        session.terminal.tell(f"{f'/{name} {command.takes}':<22}{command.about}")
-    session.terminal.tell('A line that ends with \\ goes on in the next; """ begins and ends several.')
+        session.terminal.print_line(f"{f'/{name} {command.takes}':<22}{command.about}")
+    session.terminal.print_line('A line that ends with \\ continues on the next line; """ encloses several lines.')
 
 
 def _image(session: Session, rest: str) -> None:
     if not rest:
-        raise invalid("image", "which image? /image FILE or /image URL")
+        raise invalid("image", "needs an image: /image FILE or /image URL")
     session.conversation.images.append(image_url(rest.strip("\"'")))
-    session.terminal.note("it goes with the next question")
+    session.terminal.note("the image will be sent with the next message")
 
 
 def _tools(session: Session, rest: str) -> None:
@@ -32,16 +32,16 @@ def _tools(session: Session, rest: str) -> None:
         session.conversation.tools = load_tools(_path("tools", rest)) if rest != "none" else []
     for tool in session.conversation.tools:
         function = tool["function"]
-        session.terminal.tell(f"{function['name']:<22}{function.get('description', '')}")
+        session.terminal.print_line(f"{function['name']:<22}{function.get('description', '')}")
 
 
 def _reasoning(session: Session, rest: str) -> None:
     if rest not in ("", "fold", "show"):
-        raise invalid("reasoning", "takes show, fold or nothing")
+        raise invalid("reasoning", f"must be show, fold or empty, is {rest!r}")
     if rest:
         session.fold = rest == "fold"
     else:
-        session.terminal.tell(session.reasoning or "the last answer has no reasoning")
+        session.terminal.print_line(session.reasoning or "the last answer has no reasoning")
 
 
 def _system(session: Session, rest: str) -> None:
@@ -49,7 +49,7 @@ def _system(session: Session, rest: str) -> None:
 
 
 def _undo(session: Session, rest: str) -> None:
-    session.terminal.note(f"taken back: {session.conversation.undo()}")
+    session.terminal.note(f"removed: {session.conversation.undo()}")
 
 
 def _set(session: Session, rest: str) -> None:
@@ -59,7 +59,9 @@ def _set(session: Session, rest: str) -> None:
         return
     for field in FIELDS:
         value = session.conversation.sampling.get(field)
-        session.terminal.tell(f"{field:<28}{'default' if value is None else json.dumps(value, ensure_ascii=False)}")
+        session.terminal.print_line(
+            f"{field:<28}{'default' if value is None else json.dumps(value, ensure_ascii=False)}"
+        )
 
 
 def _save(session: Session, rest: str) -> None:
@@ -71,11 +73,11 @@ def _load(session: Session, rest: str) -> None:
 
 
 def _info(session: Session, rest: str) -> None:
-    statistics, of = session.statistics, f" of {session.backend.context}" if session.backend.context else ""
-    used = "unknown" if session.used is None else f"{session.used}{of} tokens after the last answer"
-    session.terminal.tell(f"{'model':<10}{session.backend.about}")
-    session.terminal.tell(f"{'context':<10}{used}")
-    session.terminal.tell(
+    statistics, limit = session.statistics, f" of {session.backend.context}" if session.backend.context else ""
+    used = "unknown" if session.used is None else f"{session.used}{limit} tokens after the last answer"
+    session.terminal.print_line(f"{'model':<10}{session.backend.about}")
+    session.terminal.print_line(f"{'context':<10}{used}")
+    session.terminal.print_line(
         f"{'answers':<10}{statistics.answers}, {statistics.tokens} tokens, {statistics.speed:.1f} tokens/s"
     )
 
@@ -85,29 +87,29 @@ def _exit(session: Session, rest: str) -> None:
 
 
 COMMANDS = {
-    "help": Command("", "show this", _help),
-    "reset": Command("", "begin a new conversation (also /clear)", lambda session, _: session.conversation.clear()),
-    "system": Command("TEXT", "set the system prompt, or without TEXT none", _system),
-    "image": Command("FILE or URL", "send an image with the next question; a pasted path does so, too", _image),
-    "tools": Command("FILE", "let the model call the tools of a JSON file, or of none; without FILE a list", _tools),
+    "help": Command("", "show this help", _help),
+    "reset": Command("", "start a new conversation (also /clear)", lambda session, _: session.conversation.clear()),
+    "system": Command("TEXT", "set the system prompt; without TEXT, remove it", _system),
+    "image": Command("FILE or URL", "send an image with the next message; pasting a path also works", _image),
+    "tools": Command("FILE", "load tools from a JSON file (none: remove them); without FILE, list them", _tools),
     "reasoning": Command(
-        "show or fold", "show reasoning as it comes, or not; alone: that of the last answer", _reasoning
+        "show or fold", "show or hide reasoning; without argument, print that of the last answer", _reasoning
     ),
-    "undo": Command("", "drop the last question and its answer", _undo),
-    "regenerate": Command("", "ask the last question again (also /retry)", lambda session, _: session.ask_again()),
-    "set": Command("NAME VALUE", "draw answers differently; without VALUE the model's own, without NAME a list", _set),
-    "save": Command("FILE", "write the messages as JSON", _save),
-    "load": Command("FILE", "go on with messages that were saved", _load),
-    "info": Command("", "the model, tokens and speed", _info),
-    "exit": Command("", "leave, as Ctrl-D does", _exit),
+    "undo": Command("", "remove the last message and its answer", _undo),
+    "regenerate": Command("", "answer the last message again (also /retry)", lambda session, _: session.ask_again()),
+    "set": Command("NAME VALUE", "set a sampling parameter; without VALUE, reset it; without NAME, list all", _set),
+    "save": Command("FILE", "save the messages as JSON", _save),
+    "load": Command("FILE", "continue with saved messages", _load),
+    "info": Command("", "show model, tokens and speed", _info),
+    "exit": Command("", "exit (also Ctrl-D)", _exit),
 }
 
 ALIASES = {"clear": "reset", "retry": "regenerate", "quit": "exit", "bye": "exit"}
-"""Other names of commands, which other chats have."""
+"""Commands by their names in other chat programs."""
 
 
 def _value(text: str) -> Any:
-    """The value of JSON text, or the text itself."""
+    """Parse JSON; other text is returned unchanged."""
     try:
         return json.loads(text)
     except ValueError:
@@ -116,5 +118,5 @@ def _value(text: str) -> Any:
 
 def _path(command: str, rest: str) -> Path:
     if not rest:
-        raise invalid(command, f"which file? /{command} FILE")
+        raise invalid(command, f"needs a file: /{command} FILE")
     return Path(rest).expanduser()

@@ -1,4 +1,4 @@
-"""The messages of a conversation, its tools, and its sampling parameters."""
+"""Messages, tools and sampling parameters of a conversation."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ FIELDS = (
     "ignore_eos stop stop_token_ids include_stop_str_in_output logit_bias bad_words allowed_token_ids "
     "skip_special_tokens chat_template_kwargs"
 ).split()
-"""Parameters of requests that ``/set`` accepts."""
+"""Parameters that ``/set`` accepts."""
 LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")
 TEMPLATE_KWARGS = "chat_template_kwargs"
-"""The parameter that is no sampling parameter: variables of the chat template, as ``{"enable_thinking": true}``."""
+"""Variables of the chat template, such as ``{"enable_thinking": true}``; the only entry of ``FIELDS`` that is not a
+sampling parameter."""
 
 
 class Message(TypedDict):
-    """A message in OpenAI's form; a content with images is a list of parts."""
+    """A message in OpenAI's format; content with images is a list of parts."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None
@@ -37,16 +38,16 @@ class Message(TypedDict):
 
 
 class Conversation:
-    """Messages of user, model and tools, after an optional system prompt."""
+    """System prompt, and messages of user, model and tools."""
 
     def __init__(self, system: str = "") -> None:
         self.system = system
         self.sampling: dict[str, Any] = {}
         """Parameters that differ from the model's defaults, as JSON values."""
         self.tools: list[dict[str, Any]] = []
-        """Tools that the model may call, as a request has them."""
+        """Tools that the model may call, in OpenAI's format."""
         self.images: list[str] = []
-        """URLs of the images that go with the next question."""
+        """URLs of images to send with the next message."""
         self._turns: list[Message] = []
         self._unanswered: Message | None = None
 
@@ -56,7 +57,7 @@ class Conversation:
         return system + self._turns
 
     def ask(self, question: str) -> list[Message]:
-        """The messages with a new question, which becomes part of the conversation once it is answered."""
+        """Return the messages including a new question, which is added to the conversation by ``answered``."""
         content: str | list[dict[str, Any]] = question
         if self.images:
             parts = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
@@ -66,14 +67,14 @@ class Conversation:
         return [*self.messages, self._unanswered]
 
     def ask_again(self) -> list[Message]:
-        """The messages with a question that got no answer, or else the last one, whose answer goes. Raises
-        ``PenstockError`` where there is none."""
+        """Return the messages including the unanswered question, or else the last one, whose answer is removed. Raises
+        ``PenstockError`` if there is no question."""
         if self._unanswered is None:
             self._unanswered = self._drop_turn()
         return [*self.messages, self._unanswered]
 
     def answered(self, text: str, calls: Sequence[ToolCall] = ()) -> None:
-        """Add the pending question, if there is one, with its answer, or the beginning of one."""
+        """Add the pending question, if any, and its (possibly incomplete) answer."""
         answer: Message = {"role": "assistant", "content": text}
         if calls:
             answer = {"role": "assistant", "content": text or None, "tool_calls": [call.as_dict() for call in calls]}
@@ -81,30 +82,30 @@ class Conversation:
         self._unanswered = None
 
     def add_result(self, call: ToolCall, result: str) -> None:
-        """Add the result of a call of the last answer."""
+        """Add the result of a tool call of the last answer."""
         self._turns.append({"role": "tool", "content": result, "tool_call_id": call.id})
 
     def undo(self) -> str:
-        """Remove the last question and all that came after it; returns the question. Raises ``PenstockError`` where
-        there is none."""
+        """Remove the last question and all later messages; returns the question's text. Raises ``PenstockError`` if
+        there is no question."""
         content = self._drop_turn()["content"]
         if isinstance(content, list):
             return " ".join(part["text"] for part in content if part["type"] == "text")
         return content or ""
 
     def clear(self) -> None:
-        """Forget all but the system prompt and the tools."""
+        """Remove all messages; keep the system prompt and the tools."""
         self._turns, self._unanswered, self.images = [], None, []
 
     def set(self, name: str, value: Any) -> None:
-        """Set a parameter; None restores the model's default.
+        """Set a parameter; None resets it to the model's default.
 
-        Raises ``PenstockError`` (``invalid``) for an unknown field, with the nearest known one, or a wrong value.
+        Raises ``PenstockError`` (``invalid``) for an unknown parameter (with the nearest known one) or invalid value.
         """
         if name not in FIELDS:
-            raise invalid("set", f"no such field as {name}{did_you_mean(name, FIELDS)}")
+            raise invalid("set", f"there is no parameter {name}{did_you_mean(name, FIELDS)}")
         if name == TEMPLATE_KWARGS and not isinstance(value, dict | None):
-            raise invalid(name, 'must be a JSON object, as {"enable_thinking": true}')
+            raise invalid(name, 'must be a JSON object such as {"enable_thinking": true}')
         rest = {other: kept for other, kept in self.sampling.items() if other != name}
         value = [value] if name in LISTS and not isinstance(value, list | None) else value
         changed = rest if value is None else rest | {name: value}
@@ -112,7 +113,7 @@ class Conversation:
         self.sampling = changed
 
     def save(self, path: Path) -> None:
-        """Write all messages as JSON; raises ``PenstockError`` (``invalid``) where that is impossible."""
+        """Save all messages as JSON. Raises ``PenstockError`` (``invalid``) if the file cannot be written."""
         text = json.dumps(self.messages, ensure_ascii=False, indent=1)
         try:
             path.write_text(text + "\n", encoding="utf-8")
@@ -120,28 +121,28 @@ class Conversation:
             raise invalid("save", f"{path} cannot be written: {error.strerror}") from error
 
     def load(self, path: Path) -> None:
-        """Go on with saved messages; raises ``PenstockError`` (``invalid``) where there are none."""
+        """Load saved messages. Raises ``PenstockError`` (``invalid``) if the file is not a list of messages."""
         try:
             messages = msgspec.convert(read_json_file(path, "load"), list[Message])
         except msgspec.ValidationError as error:
-            raise invalid("load", f"{path} holds no messages: {error}") from error
+            raise invalid("load", f"{path} is not a list of messages: {error}") from error
         self.clear()
         first = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
         self.system = first if isinstance(first, str) else ""
         self._turns = messages[1:] if isinstance(first, str) else messages
 
     def _drop_turn(self) -> Message:
-        """Remove the last question and all that came after it; returns the question."""
+        """Remove the last question and all later messages; returns the question."""
         questions = [index for index, message in enumerate(self._turns) if message["role"] == "user"]
         if not questions:
-            raise PenstockError(Code.NOT_FOUND, "nothing was said yet")
+            raise PenstockError(Code.NOT_FOUND, "there is no message yet")
         question = self._turns[questions[-1]]
         del self._turns[questions[-1] :]
         return question
 
 
 def to_sampling_params(sampling: Mapping[str, Any]) -> SamplingParams:
-    """Sampling parameters from their fields; raises ``PenstockError`` (``invalid``) for a value that cannot be."""
+    """Convert JSON values to sampling parameters. Raises ``PenstockError`` (``invalid``) for an invalid value."""
     fields = {name: value for name, value in sampling.items() if name != TEMPLATE_KWARGS}
     try:
         return msgspec.convert({"max_tokens": None} | fields, SamplingParams, str_keys=True)

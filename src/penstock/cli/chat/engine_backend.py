@@ -1,4 +1,4 @@
-"""The backend of a local engine, in another process."""
+"""Chat backend of a local engine, which runs in another process."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Engine:
     """A model on this machine.
 
     Args:
-        options: of ``AsyncLLM``.
-        name: what the model is called.
+        options: options of ``AsyncLLM``.
+        name: name of the model for the user.
     """
 
     def __init__(self, options: Mapping[str, Any], name: str) -> None:
@@ -45,7 +45,7 @@ class Engine:
     async def answer(self, messages: list[Message], conversation: Conversation) -> AsyncGenerator[Answer, None]:
         processor = self._llm.gateway.input_processor
         if conversation.tools and processor.chats.response_formats().tools is None:
-            raise PenstockError(Code.UNSUPPORTED, "tools: this model's chat template has no form for them")
+            raise PenstockError(Code.UNSUPPORTED, "tools: this model's chat template does not support them")
         given = to_sampling_params(conversation.sampling)
         names = conversation.sampling.keys() - {TEMPLATE_KWARGS}
         changes = {"max_tokens": None} | {name: getattr(given, name) for name in names}

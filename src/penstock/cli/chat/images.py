@@ -1,4 +1,4 @@
-"""Images of a chat: from files and URLs to URLs that a request may have."""
+"""Images of a chat: conversion of files to ``data:`` URLs, and detection of pasted paths."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ REMOTE = ("http://", "https://", "data:image/")
 PATH = re.compile(
     r"""(?<!\S)(?:'((?:file:/|~|\.{0,2}/)[^']*)'|"((?:file:/|~|\.{0,2}/)[^"]*)"|((?:file:/|~|\.{0,2}/)(?:\\.|[^\s\\])*))"""
 )
-"""A path as terminals paste it: quoted, or with backslashes before spaces. A bare name is a word."""
+"""A path pasted into a terminal: quoted, or with backslashes before spaces. A name without ``/`` does not match."""
 SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"))
 
 
 def image_url(given: str) -> str:
-    """An image's URL: itself, or the contents of a file as a ``data:`` URL.
+    """Convert a file to a ``data:`` URL; other URLs are returned unchanged.
 
-    Raises ``PenstockError`` (``invalid``) where there is no image.
+    Raises ``PenstockError`` (``invalid``) if the file is not an image, or cannot be read.
     """
     if given.startswith(REMOTE):
         return given
     path = _as_path(given)
     kind, _ = mimetypes.guess_type(path.name)
     if kind is None or not kind.startswith("image/"):
-        raise invalid("image", f"{path} is not called as an image: its name must end as {', '.join(sorted(SUFFIXES))}")
+        raise invalid("image", f"{path} is not an image: its name must end with one of {', '.join(sorted(SUFFIXES))}")
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -37,17 +37,17 @@ def image_url(given: str) -> str:
 
 
 def pasted_images(line: str) -> tuple[str, list[str]]:
-    """A line without the paths of images that exist, and these paths."""
+    """Remove the paths of existing images from a line; returns the line and the paths."""
     found: list[str] = []
 
-    def take(match: re.Match[str]) -> str:
+    def extract(match: re.Match[str]) -> str:
         path = match[1] or match[2] or re.sub(r"\\(.)", r"\1", match[3] or "")
         if Path(path).suffix.lower() in SUFFIXES and _as_path(path).is_file():
             found.append(path)
             return ""
         return match[0]
 
-    text = PATH.sub(take, line)
+    text = PATH.sub(extract, line)
     return (" ".join(text.split()), found) if found else (line, [])
 
 

@@ -1,4 +1,4 @@
-"""The backend of any server with OpenAI's API."""
+"""Chat backend of any server with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from .backend import Answer, ContextFull
 from .conversation import Conversation, Message
 from .tools import ToolCall
 
-TO_CONNECT = 10.0
-"""Seconds. An answer may take any time."""
+CONNECT_TIMEOUT = 10.0
+"""Seconds. Responses have no time limit."""
 UNLISTED = (404, 405, 501)
-"""Statuses of servers that list no models, which serve one that is named."""
+"""Statuses of servers that do not list models; they need ``--model-name``."""
 
 
 class ModelCard(msgspec.Struct):
-    """A model that a server has; some tell its context."""
+    """A model listed by a server."""
 
     id: str
     max_model_len: int | None = None
+    """Context length, which only some servers report."""
 
 
 class Models(msgspec.Struct):
@@ -40,7 +41,7 @@ class FunctionDelta(msgspec.Struct):
 
 
 class ToolCallDelta(msgspec.Struct):
-    """A piece of a tool call; the first has its id and name."""
+    """Delta of a tool call; the first one has id and name."""
 
     function: FunctionDelta
     index: int | None = None
@@ -48,7 +49,7 @@ class ToolCallDelta(msgspec.Struct):
 
 
 class ServerError(msgspec.Struct):
-    """The error of a server, in the fields that servers agree on."""
+    """Error of a server, with the fields that most servers use."""
 
     message: str = ""
     param: str | None = None
@@ -67,14 +68,14 @@ class Server:
     """A model on a server.
 
     Args:
-        url: up to ``/v1``.
-        key: sent along, where the server wants one.
-        name: of the model; None takes the first that is listed.
+        url: URL of the API, including ``/v1``.
+        key: API key; None: none is sent.
+        name: name of the model; None: the first one that the server lists.
     """
 
     def __init__(self, url: str, key: str | None, name: str | None) -> None:
         if key and not (key.isascii() and key.isprintable()):
-            raise invalid("api_key", "is not a key: copy it again, without line breaks")
+            raise invalid("api_key", "must consist of printable ASCII characters: copy it again, without line breaks")
         self._url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._name = name
@@ -82,7 +83,7 @@ class Server:
         self.context: int | None = None
 
     async def __aenter__(self) -> Self:
-        self._client = httpx2.AsyncClient(headers=self._headers, timeout=httpx2.Timeout(None, connect=TO_CONNECT))
+        self._client = httpx2.AsyncClient(headers=self._headers, timeout=httpx2.Timeout(None, connect=CONNECT_TIMEOUT))
         try:
             await self._find_model()
         except BaseException:
@@ -110,7 +111,7 @@ class Server:
                 async for answer in _read(response):
                     yield answer
         except httpx2.HTTPError as error:
-            raise _no_answer_error(self._url, error) from error
+            raise _no_response_error(self._url, error) from error
 
     async def _find_model(self) -> None:
         try:
@@ -122,9 +123,9 @@ class Server:
                 raise _refusal(response.content, response)
             listed = msgspec.json.decode(response.content, type=Models).data
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise _no_answer_error(self._url, error) from error
+            raise _no_response_error(self._url, error) from error
         except msgspec.MsgspecError as error:
-            raise invalid("url", f"{self._url} lists no models: does it end as it should, with /v1?") from error
+            raise invalid("url", f"{self._url} lists no models: check that it ends with /v1") from error
         known = {model.id: model.max_model_len for model in listed}
         if not known:
             raise invalid("url", f"{self._url} lists no models")
@@ -134,9 +135,9 @@ class Server:
 
 
 async def _read(response: httpx2.Response) -> AsyncGenerator[Answer, None]:
-    """The answer so far, with every event that tells something new."""
+    """Yield the answer so far after each event."""
     reader, answer = EventReader(), Answer()
-    async for received in response.aiter_bytes():  # lines are for the reader: httpx2 would cut texts at U+2028, too
+    async for received in response.aiter_bytes():  # not aiter_lines, which also splits at U+2028
         for payload in reader.feed(received):
             if payload == DONE:
                 return
@@ -163,20 +164,20 @@ def _append_chunk(answer: Answer, payload: bytes) -> Answer:
     return replace(answer, **changes)
 
 
-def _append_calls(calls: tuple[ToolCall, ...], pieces: list[msgspec.Raw]) -> tuple[ToolCall, ...]:
+def _append_calls(calls: tuple[ToolCall, ...], deltas: list[msgspec.Raw]) -> tuple[ToolCall, ...]:
     result = list(calls)
-    for raw in pieces:
+    for raw in deltas:
         try:
-            piece = msgspec.json.decode(raw, type=ToolCallDelta)
+            delta = msgspec.json.decode(raw, type=ToolCallDelta)
         except msgspec.MsgspecError as error:
             raise PenstockError(Code.INTERNAL, f"the server sent an invalid tool call: {error}") from error
-        name, arguments = piece.function.name or "", piece.function.arguments or ""
-        index = len(result) - (piece.id is None) if piece.index is None else piece.index
+        name, arguments = delta.function.name or "", delta.function.arguments or ""
+        index = len(result) - (delta.id is None) if delta.index is None else delta.index
         if 0 <= index < len(result):
             known = result[index]
             result[index] = replace(known, name=known.name + name, arguments=known.arguments + arguments)
         else:
-            result.append(ToolCall(piece.id or f"call_{len(result)}", name, arguments))
+            result.append(ToolCall(delta.id or f"call_{len(result)}", name, arguments))
     return tuple(result)
 
 
@@ -189,8 +190,8 @@ def _refusal(body: bytes, response: httpx2.Response) -> Exception:
     if reason.context_is_full:
         return ContextFull(message)
     code = {401: Code.UNAUTHORIZED, 404: Code.NOT_FOUND, 503: Code.UNAVAILABLE}.get(response.status_code, Code.INVALID)
-    return PenstockError(code, f"{response.url} answered {response.status_code}: {message}")
+    return PenstockError(code, f"{response.url} returned status {response.status_code}: {message}")
 
 
-def _no_answer_error(url: str, error: Exception) -> PenstockError:
-    return PenstockError(Code.UNAVAILABLE, f"{url} does not answer: {error or type(error).__name__}")
+def _no_response_error(url: str, error: Exception) -> PenstockError:
+    return PenstockError(Code.UNAVAILABLE, f"{url} does not respond: {error or type(error).__name__}")

@@ -21,9 +21,9 @@ from .stream import Stream
 from .terminal import Terminal
 from .tools import ToolCall, run_tool
 
-FULL = "the context is full; /undo drops the last turn, /reset begins anew"
-WAIT = 1.0
-"""Seconds before an answer's first token after which a spinner is shown."""
+FULL = "the context is full; /undo removes the last turn, /reset starts a new conversation"
+SPINNER_DELAY = 1.0
+"""Seconds without a first token after which a spinner is shown."""
 
 
 @dataclass
@@ -33,85 +33,86 @@ class SessionStatistics:
     answers: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    """From each question to the end of its answer: tokens come in groups, so that less says little of short answers."""
+    """Total time from questions to the end of their answers. Times between tokens would say little about short
+    answers, as tokens arrive in groups."""
 
     @property
     def speed(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
 class Command(NamedTuple):
-    """The command of a line that begins with a slash."""
+    """A slash command."""
 
     takes: str
-    """Its argument, for the help."""
+    """Description of the argument, for the help."""
     about: str
     run: Callable[[Session, str], None]
 
 
 @dataclass
 class Session:
-    """Asks questions and runs commands until ``/exit`` or the end of input."""
+    """Sends messages and runs commands until ``/exit`` or the end of input."""
 
     backend: Backend
     portal: BlockingPortal
-    """Of the event loop in which the backend runs."""
+    """Portal to the event loop in which the backend runs."""
     conversation: Conversation
     terminal: Terminal
     commands: Mapping[str, Command]
-    """By name, without the slash."""
+    """Commands by name, without the slash."""
     aliases: Mapping[str, str]
-    """Other names of commands."""
+    """Names of commands by alias."""
     tool_command: str = ""
-    """Runs the model's tool calls, each after a confirmation; empty where the user types the results."""
+    """Command that executes tool calls, each after a confirmation; empty: the user types the results."""
     statistics: SessionStatistics = field(default_factory=SessionStatistics)
     used: int | None = None
-    """Tokens of the context after the last answer; None where unknown."""
+    """Number of tokens in the context after the last answer; None: unknown."""
     leaving: bool = False
     fold: bool = False
-    """Whether reasoning is kept and not shown as it comes."""
+    """Do not print reasoning."""
     reasoning: str = ""
-    """Of the last answer."""
+    """Reasoning of the last answer."""
     _unanswered: int = 0
 
     def run(self) -> int:
-        """Returns 1 where a pipe's question was not answered, else 0."""
-        self.terminal.note(f"{self.backend.about}; /help tells what can be done here")
+        """Run the session; returns 1 if a message from a pipe was not answered, otherwise 0."""
+        self.terminal.note(f"{self.backend.about}; /help lists the commands")
         for line in self.terminal.lines():
             try:
                 self._line(line)
             except PenstockError as error:
-                self.terminal.complain(str(error))
+                self.terminal.print_error(str(error))
                 self._unanswered += 1
             if self.leaving:
                 break
-        return int(self._unanswered > 0 and not self.terminal.with_person)
+        return int(self._unanswered > 0 and not self.terminal.is_interactive)
 
     def ask(self, question: str) -> None:
-        """Ask and print the answer as it comes; raises ``PenstockError`` where there is none, or not all of it."""
+        """Send a message and print the answer. Raises ``PenstockError`` if the answer fails or is incomplete."""
         self._answer(self.conversation.ask(question))
 
     def ask_again(self) -> None:
-        """As ``ask``, with the last question."""
+        """Send the last message again, as ``ask``."""
         self._answer(self.conversation.ask_again())
 
     def _line(self, line: str) -> None:
         images: list[str] = []
-        if self.terminal.with_person and not self._is_command(line):
+        if self.terminal.is_interactive and not self._is_command(line):
             line, images = pasted_images(line)
         self.conversation.images += [image_url(path) for path in images]
         for path in images:
-            self.terminal.note(f"with the image {path}")
+            self.terminal.note(f"image: {path}")
         if line.startswith("/") and not images:
             self._command(line)
         elif line.strip():
             self.ask(line)
         else:
-            self.terminal.note("ask something about it")
+            self.terminal.note("type a message to send with the image")
 
     def _answer(self, messages: list[Message]) -> None:
-        """Print the answer, and go on while it calls tools."""
+        """Print the answer; as long as it has tool calls, send their results and print the next answer."""
         while answer := self._generate(messages):
             if not answer.calls:
                 return
@@ -120,12 +121,13 @@ class Session:
                 if result is None:
                     question = self.conversation.undo()
                     rest = len(answer.calls) - number
-                    raise PenstockError(Code.CANCELLED, f"{rest} calls have no result; taken back: {question}")
+                    message = f"{rest} tool calls have no result; removed the message: {question}"
+                    raise PenstockError(Code.CANCELLED, message)
                 self.conversation.add_result(call, result)
             messages = self.conversation.messages
 
     def _generate(self, messages: list[Message]) -> Answer | None:
-        """Print the answer as it comes; None where it was stopped."""
+        """Print the answer while it is generated; returns None if it was interrupted."""
         answer, printed, thought, started = Answer(), 0, 0, time.monotonic()
         first: float | None = None
         stream = Stream(self.portal, self.backend.answer(messages, self.conversation))
@@ -133,7 +135,7 @@ class Session:
         try:
             with stream, self.terminal.interruptible(stream.stop):
                 while True:
-                    with self.terminal.waiting("waiting", WAIT) if first is None else nullcontext():
+                    with self.terminal.waiting("waiting", SPINNER_DELAY) if first is None else nullcontext():
                         following = next(answers, None)
                     if following is None:
                         break
@@ -141,20 +143,20 @@ class Session:
                     if first is None and (answer.text or answer.reasoning or answer.calls):
                         first = time.monotonic()
                     if not self.fold:
-                        self.terminal.say_dimmed(answer.reasoning[thought:])
+                        self.terminal.write_dimmed(answer.reasoning[thought:])
                     if answer.reasoning and (printed, thought) == (0, 0) and self.fold:
                         self.terminal.note("thinking (/reasoning shows it)")
                     thought = len(answer.reasoning)
                     if thought and not self.fold and answer.text and not printed:
                         self.terminal.note("")
-                    self.terminal.say(answer.text[printed:])
+                    self.terminal.write(answer.text[printed:])
                     printed = len(answer.text)
         except ContextFull as error:
             raise PenstockError(Code.TOO_LARGE, f"{FULL} ({error})") from error
         finally:
             if printed or answer.finish_reason:
                 if printed or not answer.calls:
-                    self.terminal.tell("")
+                    self.terminal.print_line("")
                 elif thought and not self.fold:
                     self.terminal.note("")
                 calls = () if stream.stopped else answer.calls
@@ -162,12 +164,12 @@ class Session:
                 self.conversation.answered(answer.text, calls)
                 self._note(answer, started, first or time.monotonic(), time.monotonic())
             elif stream.stopped:
-                self.terminal.tell("")
+                self.terminal.print_line("")
         return None if stream.stopped else answer
 
     def _result(self, call: ToolCall) -> str | None:
-        """The result of a tool call: what the command prints, or what the user types; None where there is none."""
-        self.terminal.tell(f"tool call: {call.name}({call.arguments})")
+        """Get the result of a tool call from the command or the user; None if there is none."""
+        self.terminal.print_line(f"tool call: {call.name}({call.arguments})")
         if self.tool_command:
             agreed = self.terminal.ask(f"run {self.tool_command} {call.name}? [y/N] ")
             if agreed is None:
@@ -187,12 +189,12 @@ class Session:
             self.statistics.seconds += ended - started
             self.used = (answer.prompt_tokens or 0) + tokens
             speed = tokens / (ended - started)
-            self.terminal.note(f"{tokens} tokens, {speed:.1f} tokens/s, first after {first - started:.2f} s")
+            self.terminal.note(f"{tokens} tokens, {speed:.1f} tokens/s, first token after {first - started:.2f} s")
         maximum = self.conversation.sampling.get("max_tokens", math.inf)
         if answer.finish_reason == "length" and (tokens is None or tokens < maximum):
-            self.terminal.complain(FULL)
+            self.terminal.print_error(FULL)
         elif answer.finish_reason == "length":
-            self.terminal.note(f"cut at max_tokens {maximum}")
+            self.terminal.note(f"stopped at max_tokens ({maximum})")
 
     def _is_command(self, line: str) -> bool:
         name = line.removeprefix("/").partition(" ")[0]
@@ -203,6 +205,6 @@ class Session:
         name = self.aliases.get(name, name)
         if name not in self.commands:
             hint = did_you_mean(name, [*self.commands, *self.aliases])
-            message = f"there is no /{name}{hint} (to say it, put a space before it)"
+            message = f"there is no command /{name}{hint} (to send it as a message, put a space before it)"
             raise PenstockError(Code.NOT_FOUND, message)
         self.commands[name].run(self, rest.strip())

@@ -1,4 +1,4 @@
-"""An async generator, iterated over in a thread without an event loop."""
+"""Iteration over an async generator from a thread without an event loop."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 
 class Stream(Generic[T]):
-    """Iterates over an async generator that runs in the portal's event loop; leaving the context manager cancels it."""
+    """Iterates over an async generator that runs in the portal's event loop; exiting the context manager cancels it."""
 
-    def __init__(self, portal: BlockingPortal, pieces: AsyncGenerator[T, None]) -> None:
+    def __init__(self, portal: BlockingPortal, items: AsyncGenerator[T, None]) -> None:
         self._queue: SimpleQueue[tuple[T] | None] = SimpleQueue()
-        self._producer = portal.start_task_soon(self._run, pieces)
+        self._producer = portal.start_task_soon(self._run, items)
         self._producer.add_done_callback(lambda _: self._queue.put(None))
 
     def __enter__(self) -> Self:
@@ -27,22 +27,22 @@ class Stream(Generic[T]):
         self.stop()
 
     def __iter__(self) -> Iterator[T]:
-        """Raises what the generator raises."""
-        while (piece := self._queue.get()) is not None:
-            yield piece[0]
+        """Yield the items; raises exceptions of the generator."""
+        while (item := self._queue.get()) is not None:
+            yield item[0]
         if not self.stopped:
             self._producer.result()
 
     def stop(self) -> None:
-        """Cancel the generator; may be called in any thread or signal handler."""
+        """Cancel the generator. Can be called in any thread and in signal handlers."""
         self._producer.cancel()
 
     @property
     def stopped(self) -> bool:
-        """Whether the generation was interrupted."""
+        """True if the generator was cancelled."""
         return self._producer.cancelled()
 
-    async def _run(self, pieces: AsyncGenerator[T, None]) -> None:
-        async with aclosing(pieces):
-            async for piece in pieces:
-                self._queue.put((piece,))
+    async def _run(self, items: AsyncGenerator[T, None]) -> None:
+        async with aclosing(items):
+            async for item in items:
+                self._queue.put((item,))

@@ -1,4 +1,4 @@
-"""Input and output of a chat, at a terminal or in a pipe."""
+"""Input and output of a chat, in a terminal or a pipe."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ PROMPT, MORE = "> ", ". "
 QUOTES = '"""'
 DIM, NORMAL = "\x1b[2m", "\x1b[0m"
 SPINNER, ASCII_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\"
-SPINNER_DELAY = 0.1
-"""Seconds between its frames."""
+FRAME_INTERVAL = 0.1
+"""Seconds between two frames of the spinner."""
 HISTORY = 1000
-"""Lines that are kept."""
+"""Maximum number of lines in the history file."""
 CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
 """Control characters, which are removed from answers."""
 
@@ -31,18 +31,17 @@ class Terminal:
     """Standard input and output."""
 
     def __init__(self) -> None:
-        self.with_person = sys.stdin.isatty() and sys.stdout.isatty()
+        self.is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
         self._escapes = has_escapes()
         self._spinner = SPINNER if can_print(SPINNER) else ASCII_SPINNER
 
     def lines(self) -> Iterator[str]:
-        """The user's messages, until the end of input. At a terminal Ctrl-C clears the line, and a second one ends the
-        input.
+        """Yield the user's messages until the end of input.
 
-        At a terminal a line that ends with a backslash continues in the next, and triple quotes enclose several lines;
-        in a pipe every line that is not blank is a message.
+        In a terminal, a line that ends with a backslash continues on the next line, and triple quotes enclose several
+        lines. Ctrl-C clears the line, and a second Ctrl-C ends the input. In a pipe, each non-blank line is a message.
         """
-        if not self.with_person:
+        if not self.is_interactive:
             yield from (line.rstrip("\n") for line in sys.stdin if line.strip())
             return
         cleared = False
@@ -55,34 +54,34 @@ class Terminal:
                         break
                     cleared = True
                     print()
-                    self.note("Ctrl-C again leaves")
+                    self.note("press Ctrl-C again to exit")
                     continue
                 cleared = False
                 if text.strip():
                     yield text
         print()
 
-    def say(self, text: str) -> None:
-        """Print text of an answer, unbuffered."""
-        print(text.translate(CONTROLS) if self.with_person else text, end="", flush=True)
+    def write(self, text: str) -> None:
+        """Write text of an answer, unbuffered."""
+        print(text.translate(CONTROLS) if self.is_interactive else text, end="", flush=True)
 
-    def say_dimmed(self, text: str) -> None:
-        """Print a part of a text that is not an answer, unbuffered, at a terminal only."""
-        if self.with_person and text:
+    def write_dimmed(self, text: str) -> None:
+        """Write text that is not part of an answer, unbuffered; only in a terminal."""
+        if self.is_interactive and text:
             print(self._dim(text.translate(CONTROLS)), end="", flush=True)
 
-    def tell(self, text: str) -> None:
-        """Print a line that is not an answer."""
-        print(text.translate(CONTROLS) if self.with_person else text, flush=True)
+    def print_line(self, text: str) -> None:
+        """Print a line that is not part of an answer."""
+        print(text.translate(CONTROLS) if self.is_interactive else text, flush=True)
 
     def note(self, text: str) -> None:
-        """Print a remark, at a terminal only."""
-        if self.with_person:
+        """Print a dimmed line; only in a terminal."""
+        if self.is_interactive:
             print(self._dim(text.translate(CONTROLS)), flush=True)
 
     def ask(self, question: str) -> str | None:
-        """A line of the user's; None where the input has ended, or Ctrl-C was pressed."""
-        if not self.with_person:
+        """Read a line from the user; None at the end of input, or if Ctrl-C is pressed."""
+        if not self.is_interactive:
             return sys.stdin.readline().rstrip("\n") or None
         try:
             return input(question)
@@ -92,26 +91,26 @@ class Terminal:
             print()
         return None
 
-    def complain(self, text: str) -> None:
+    def print_error(self, text: str) -> None:
         print(f"penstock chat: {text}", file=sys.stderr, flush=True)
 
     @contextmanager
-    def waiting(self, what: str, delay: float = 0.0) -> Iterator[None]:
-        """Show a spinner beside ``what`` after ``delay`` seconds, at a terminal only."""
-        if not self.with_person or not self._escapes:
+    def waiting(self, label: str, delay: float = 0.0) -> Iterator[None]:
+        """Show a spinner with a label after ``delay`` seconds; only in a terminal."""
+        if not self.is_interactive or not self._escapes:
             if not delay:
-                self.note(what)
+                self.note(label)
             yield
             return
         done = Event()
-        what = what[: max(shutil.get_terminal_size().columns - 3, 1)]  # a line that wraps cannot be erased
+        label = label[: max(shutil.get_terminal_size().columns - 3, 1)]  # a wrapped line could not be erased
 
         def spin() -> None:
             if done.wait(delay):
                 return
             for frame in cycle(self._spinner):
-                print(f"\r{self._dim(f'{frame} {what}')}", end="", flush=True)
-                if done.wait(SPINNER_DELAY):
+                print(f"\r{self._dim(f'{frame} {label}')}", end="", flush=True)
+                if done.wait(FRAME_INTERVAL):
                     break
             print("\r\x1b[K", end="", flush=True)
 
@@ -125,8 +124,8 @@ class Terminal:
 
     @contextmanager
     def interruptible(self, stop: Callable[[], None]) -> Iterator[None]:
-        """Ctrl-C calls ``stop`` at a terminal; in a pipe it ends the process."""
-        if not self.with_person:
+        """Call ``stop`` on Ctrl-C in a terminal; in a pipe, Ctrl-C ends the process."""
+        if not self.is_interactive:
             yield
             return
         before = signal.signal(signal.SIGINT, lambda number, frame: stop())
@@ -152,10 +151,10 @@ class Terminal:
 
 @contextmanager
 def _history() -> Iterator[None]:
-    """Line editing with what was typed before, here and in earlier conversations."""
+    """Enable line editing with a history, which is saved in a file."""
     try:
         import readline
-    except ImportError:  # a Python without it still reads lines
+    except ImportError:  # lines can be read without it
         yield
         return
     path = user_folder("XDG_STATE_HOME", ".local/state") / "penstock" / "chat_history"
@@ -165,6 +164,6 @@ def _history() -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError):  # a home that cannot be written
+        with suppress(OSError):  # read-only home folder
             path.parent.mkdir(parents=True, exist_ok=True)
             readline.write_history_file(path)

@@ -1,1 +1,1 @@
-"""Commands of other systems: PaddleNLP, BladeLLM, TensorRT-LLM and Triton."""
+"""Implementation of other systems' commands: PaddleNLP, BladeLLM, TensorRT-LLM and Triton."""

@@ -1,9 +1,9 @@
 """BladeLLM's offline tools: ``blade_llm_quantize`` and ``blade_llm_split``.
 
-Rounding (``minmax``) happens when weights are loaded. So ``blade_llm_quantize`` then writes a folder of links to the
-checkpoint, which ``--model`` accepts like any other; its ``config.json`` names the quantization. Other algorithms and
-FP8 write a checkpoint as ``penstock quantize`` does. ``blade_llm_split`` writes an engine folder (``penstock build``),
-with the weights of each rank packed.
+Rounding to nearest (``minmax``) happens when weights are loaded: ``blade_llm_quantize`` then writes a folder for
+``--model`` with links to the checkpoint, and a ``config.json`` that names the quantization. Other algorithms and FP8
+write a checkpoint like ``penstock quantize``. ``blade_llm_split`` writes an engine folder (``penstock build``) with
+packed weights of each rank.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FORMATS = {
     ("weight_only_quant", 4, "true"): "wint4-g32",
     ("act_and_weight_quant", 8, "false"): "w8a8",
 }
-"""(mode, bits, block-wise scales) → ``--quantization``."""
+"""``quantization`` by mode, bits and block-wise scales."""
 ALGORITHMS = ("minmax", "gptq", "awq", "smoothquant")
 METHODS: dict[tuple[str, str, int, str], QuantizeOptions] = {
     ("gptq", MODES[0], 4, "false"): QuantizeOptions("gptq"),
@@ -45,74 +45,72 @@ METHODS: dict[tuple[str, str, int, str], QuantizeOptions] = {
     ("smoothquant", MODES[1], 8, "false"): QuantizeOptions("smoothquant"),
     ("fp8", MODES[1], 8, "false"): QuantizeOptions("fp8"),
 }
-"""(algorithm, or ``fp8``; mode; bits; block-wise scales) → ``penstock quantize``."""
+"""Options of ``penstock quantize`` by algorithm (or ``fp8``), mode, bits and block-wise scales."""
 UNUSED = {
-    "calib_data": "minmax looks at no data",
-    "calib_data_file": "minmax looks at no data",
-    "cpu_offload": "no GPU is needed for it",
+    "calib_data": "minmax uses no calibration data",
+    "calib_data_file": "minmax uses no calibration data",
+    "cpu_offload": "no GPU is needed",
 }
 
 
 def quantize() -> int:
-    """Write a folder whose checkpoint is quantized, or rounded when it is loaded; returns the exit status."""
-    parser = _parser("blade_llm_quantize", "Quantize a checkpoint, or have it rounded when it is loaded (minmax).")
-    parser.add_argument("--bit", type=int, choices=(8, 4), default=8, help="bits of a weight (8)")
-    parser.add_argument("--quant_mode", choices=MODES, default=MODES[0], help="of weights, or of activations, too")
-    parser.add_argument("--quant_dtype", default="int", choices=("int", "fp8"), help="of weights (int)")
-    parser.add_argument("--quant_algo", default="minmax", choices=ALGORITHMS, help="minmax rounds to nearest (minmax)")
-    parser.add_argument("--block_wise_quant", nargs="?", const="true", default="false", help="more scales (4 bits)")
-    parser.add_argument("--calib_data", nargs="*", help="texts to calibrate on (built in)")
-    parser.add_argument("--calib_data_file", help="file of such texts")
-    parser.add_argument("--cpu_offload", nargs="?", const="true", help="not needed")
+    """Quantize a checkpoint, or link it for quantization at load; returns the exit status."""
+    parser = _parser("blade_llm_quantize", "Quantize a checkpoint, or prepare its quantization at load (minmax).")
+    parser.add_argument("--bit", type=int, choices=(8, 4), default=8, help="bits per weight (default: 8)")
+    parser.add_argument("--quant_mode", choices=MODES, default=MODES[0], help="default: weights only")
+    parser.add_argument("--quant_dtype", default="int", choices=("int", "fp8"), help="type of weights (default: int)")
+    parser.add_argument("--quant_algo", default="minmax", choices=ALGORITHMS, help="default: minmax, rounding at load")
+    parser.add_argument("--block_wise_quant", nargs="?", const="true", default="false", help="use scales per block")
+    parser.add_argument("--calib_data", nargs="*", help="calibration texts (default: built-in texts)")
+    parser.add_argument("--calib_data_file", help="file of calibration texts")
+    parser.add_argument("--cpu_offload", nargs="?", const="true", help="ignored: no GPU is needed")
     return exit_status(parser, lambda: _quantize(parser.parse_args()))
 
 
 def split() -> int:
     """Write an engine folder; returns the exit status."""
-    parser = _parser("blade_llm_split", "Pack each rank's part of a checkpoint, which servers then map.")
-    parser.add_argument("--tensor_parallel_size", type=int, default=1, help="ranks that share each layer (1)")
+    parser = _parser("blade_llm_split", "Pack a checkpoint's weights for each rank into an engine folder.")
+    parser.add_argument("--tensor_parallel_size", type=int, default=1, help="number of ranks (default: 1)")
     return exit_status(parser, lambda: _split(parser.parse_args()))
 
 
 def _parser(name: str, about: str) -> argparse.ArgumentParser:
     parser = Parser(prog=name, description=about, allow_abbrev=False)
     parser.add_argument("--model", required=True, help="folder of a checkpoint, or its name on the hub")
-    parser.add_argument("--output_dir", required=True, type=Path, help="folder for --model of blade_llm_server")
+    parser.add_argument("--output_dir", required=True, type=Path, help="output folder, for --model of blade_llm_server")
     return parser
 
 
 def _quantize(args: argparse.Namespace) -> None:
-    """Raises ``PenstockError``: ``unsupported`` for formats that are not there, ``invalid`` for wrong folders."""
+    """Run ``blade_llm_quantize``. Raises ``PenstockError``: ``unsupported`` for unsupported formats, ``invalid`` for
+    invalid folders."""
     if args.quant_algo != "minmax" or args.quant_dtype == "fp8":
         return _write_quantized(args)
     kind = (args.quant_mode, args.bit, args.block_wise_quant.lower())
     if kind not in FORMATS:
         known = "; ".join(f"{mode} with --bit {bit}" for mode, bit, blocks in FORMATS if blocks == "false")
         combination = f"{args.quant_mode} with --bit {args.bit} and --block_wise_quant {args.block_wise_quant}"
-        raise _not_yet("quant_mode", combination, f"these are: {known}; blocks with 4 bits of weights")
+        raise _unsupported("quant_mode", combination, f"use {known}; block-wise scales with 4-bit weights only")
     for name, why in UNUSED.items():
         if getattr(args, name) is not None:
             print(f"--{name} has no meaning here and is ignored: {why}", file=sys.stderr)
     _link_checkpoint(args, FORMATS[kind])
-    print(f"{args.output_dir}: weights are rounded to {FORMATS[kind]} when they are loaded")
+    print(f"{args.output_dir}: weights will be quantized to {FORMATS[kind]} at load")
 
 
 def _write_quantized(args: argparse.Namespace) -> None:
     algorithm = "fp8" if args.quant_dtype == "fp8" else args.quant_algo
     kind = (algorithm, args.quant_mode, args.bit, args.block_wise_quant.lower())
     if kind not in METHODS or (algorithm == "fp8" and args.quant_algo != "minmax"):
-        given = (
-            f"{args.quant_dtype} with {args.quant_mode}, --bit {args.bit}, --block_wise_quant {args.block_wise_quant}"
-        )
-        known = "; ".join(
-            dict.fromkeys(f"{mode} with --bit {bit}" for name, mode, bit, _ in METHODS if name == algorithm)
-        )
-        raise _not_yet("quant_algo", f"{args.quant_algo} for {given}", f"{algorithm} has {known}")
+        given = f"{args.quant_mode}, --bit {args.bit}, --block_wise_quant {args.block_wise_quant}"
+        known = dict.fromkeys(f"{mode} with --bit {bit}" for name, mode, bit, _ in METHODS if name == algorithm)
+        message = f"{args.quant_algo} for {args.quant_dtype} with {given}"
+        raise _unsupported("quant_algo", message, f"{algorithm} supports {'; '.join(known)}")
     if args.cpu_offload is not None:
         print(f"--cpu_offload has no meaning here and is ignored: {UNUSED['cpu_offload']}", file=sys.stderr)
     texts, file = tuple(args.calib_data or ()), args.calib_data_file or ""
     if texts and file:
-        raise invalid("calib_data", "and calib_data_file exclude each other: give one of them")
+        raise invalid("calib_data", "cannot be combined with calib_data_file")
     write_quantized(
         args.model, args.output_dir, msgspec.structs.replace(METHODS[kind], calib_texts=texts, calib_dataset=file)
     )
@@ -127,14 +125,14 @@ def _split(args: argparse.Namespace) -> None:
 
 
 def _link_checkpoint(args: argparse.Namespace, quantization: str) -> None:
-    """Fill the folder with links, and a configuration that names the quantization."""
+    """Create links to a checkpoint's files, and a configuration that names the quantization."""
     from penstock.frontend.hub import resolve
 
     model, output = resolve(args.model).resolve(), args.output_dir.resolve()
     if not (model / CONFIG).is_file():
-        raise invalid("model", f"{model} has no {CONFIG}: name a folder with a Hugging Face checkpoint")
+        raise invalid("model", f"{model} has no {CONFIG}: give the folder of a Hugging Face checkpoint")
     if model == output:
-        raise invalid("output_dir", f"{output} is the model's own folder; name another")
+        raise invalid("output_dir", f"{output} is the folder of the model: give another folder")
     try:
         output.mkdir(parents=True, exist_ok=True)
         for file in model.iterdir():
@@ -144,23 +142,23 @@ def _link_checkpoint(args: argparse.Namespace, quantization: str) -> None:
             elif not place.is_symlink() and not place.exists():
                 place.symlink_to(file)
             elif not place.is_symlink() or Path(os.readlink(place)) != file:
-                raise invalid("output_dir", f"{place} exists already; name an empty folder")
+                raise invalid("output_dir", f"{place} already exists: give an empty folder")
     except OSError as error:
         raise invalid("output_dir", f"cannot write to {output}: {error.strerror}") from error
 
 
 def _configure(file: Path, place: Path, quantization: str) -> None:
     if place.is_symlink() or (place.exists() and not quantization_of(json.loads(place.read_text(encoding="utf-8")))):
-        raise invalid("output_dir", f"{place} exists already; name an empty folder")
+        raise invalid("output_dir", f"{place} already exists: give an empty folder")
     config = json.loads(file.read_text(encoding="utf-8"))
     if quantization_config_of(read_config_json(file.parent)):
-        raise invalid("model", f"{file.parent} is quantized already; name the checkpoint that it was made from")
+        raise invalid("model", f"{file.parent} is already quantized: give the original checkpoint")
     config["quantization_config"] = {"quant_method": QUANT_METHOD, "format": quantization}
     place.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _not_yet(name: str, value: str, instead: str) -> PenstockError:
-    return PenstockError(Code.UNSUPPORTED, f"--{name}: {value} is not supported yet; {instead}", name)
+def _unsupported(name: str, value: str, instead: str) -> PenstockError:
+    return PenstockError(Code.UNSUPPORTED, f"--{name}: {value} is not supported; {instead}", name)
 
 
 COMMANDS = {"blade_llm_quantize": quantize, "blade_llm_split": split}

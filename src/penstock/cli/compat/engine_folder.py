@@ -1,8 +1,8 @@
-"""The folders that TensorRT-LLM's commands write: the checkpoint, its quantization and limits.
+"""Output folders of TensorRT-LLM's commands, which record the checkpoint, its quantization and limits.
 
-Checkpoints are served without conversion. So the folder of ``convert_checkpoint.py`` and ``quantize.py`` holds a
-``config.json`` alone, with TensorRT-LLM's names. That of ``trtllm-build`` is an engine folder (``penstock build``);
-its ``config.json`` has them, too: ``pretrained_config`` and ``build_config``.
+Checkpoints are not converted, so ``convert_checkpoint.py`` and ``quantize.py`` write only a ``config.json`` with
+TensorRT-LLM's names. ``trtllm-build`` writes an engine folder (``penstock build``), whose ``config.json`` also has
+``pretrained_config`` and ``build_config``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 NAME = "config.json"
 QUANTIZED = "checkpoint"
-"""Folder of the quantized checkpoint, below that of ``quantize.py``."""
-ABOUT = "Made by penstock. It holds no weights: those of the checkpoint are served as they are."
+"""Subfolder for the quantized checkpoint in the output folder of ``quantize.py``."""
+ABOUT = "Written by penstock. This folder has no weights: the server loads those of the checkpoint."
 QUANTIZATION = {
     None: "none",
     "W8A16": "wint8",
@@ -34,19 +34,18 @@ QUANTIZATION = {
     "W4A8_AWQ": "w4a8",
     "W4A16_GPTQ": "none",
 }
-"""``quant_algo`` → quantization at load, of checkpoints that ``quantize.py`` has quantized to what they hold, or with
-activations of 8 bits."""
+"""``quantization`` (at load) by ``quant_algo``. ``none``: the checkpoint is already quantized by ``quantize.py``."""
 KV_CACHE = {None: "auto", "INT8": "int8", "FP8": "int8"}
-"""``kv_cache_quant_algo`` → ``kv_cache_dtype``."""
+"""``kv_cache_dtype`` by ``kv_cache_quant_algo``."""
 MAPPING = {"tp_size": "tensor_parallel_size", "pp_size": "pipeline_parallel_size"}
-"""Settings here, by the size in ``mapping``."""
+"""Settings by key of ``mapping``."""
 LIMITS = {
     "max_batch_size": "max_num_seqs",
     "max_num_tokens": "max_num_batched_tokens",
     "max_input_len": "max_prompt_len",
     "max_beam_width": "max_beam_width",
 }
-"""Build limit of an engine → our setting."""
+"""Settings by build limit of an engine."""
 SHARED_FIELDS = (
     *("vocab_size", "max_position_embeddings", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "hidden_act", "intermediate_size"),
@@ -62,13 +61,13 @@ def pretrained_config(
     tp_size: int = 1,
     pp_size: int = 1,
 ) -> dict[str, Any]:
-    """A ``pretrained_config`` for a checkpoint of Hugging Face.
+    """Create a ``pretrained_config`` for a Hugging Face checkpoint.
 
-    Raises ``PenstockError`` (``invalid``) where its folder holds none.
+    Raises ``PenstockError`` (``invalid``) if the folder has no checkpoint.
     """
     config = _read(checkpoint)
     if config is None or not any(checkpoint.glob("*.safetensors")):
-        raise invalid("model_dir", f"{checkpoint} holds no checkpoint of Hugging Face (config.json, *.safetensors)")
+        raise invalid("model_dir", f"{checkpoint} has no Hugging Face checkpoint (config.json, *.safetensors)")
     shape = model_size_of(config)
     return {
         "about": ABOUT,
@@ -83,24 +82,23 @@ def pretrained_config(
     }
 
 
-def check(folder: Path, beside: str = "") -> None:
-    """Make a folder to write to. Raises ``PenstockError`` (``invalid``) where that cannot be done, or where it holds
-    something else.
+def check(folder: Path, allowed: str = "") -> None:
+    """Create an output folder. Raises ``PenstockError`` (``invalid``) if it cannot be created, or has other files.
 
     Args:
-        beside: what it may hold besides the configuration.
+        allowed: name that the folder may contain in addition to ``config.json``.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if other := next((path for path in folder.iterdir() if path.name not in (NAME, beside)), None):
-            raise invalid("output_dir", f"{folder} holds {other.name} already; name a folder that is empty or new")
+        if other := next((path for path in folder.iterdir() if path.name not in (NAME, allowed)), None):
+            raise invalid("output_dir", f"{folder} already has {other.name}: give a new or empty folder")
     except OSError as error:
         raise invalid("output_dir", f"{folder} cannot be written: {error.strerror}") from error
 
 
-def write(folder: Path, config: Mapping[str, Any], beside: str = "") -> None:
-    """Write the configuration. Arguments and errors as of ``check``."""
-    check(folder, beside)
+def write(folder: Path, config: Mapping[str, Any], allowed: str = "") -> None:
+    """Write the configuration. Other arguments and errors as for ``check``."""
+    check(folder, allowed)
     try:
         (folder / NAME).write_text(json.dumps(config, indent=4) + "\n", encoding="utf-8")
     except OSError as error:
@@ -108,41 +106,38 @@ def write(folder: Path, config: Mapping[str, Any], beside: str = "") -> None:
 
 
 def converted(folder: Path) -> dict[str, Any]:
-    """The ``pretrained_config`` in a folder of ``convert_checkpoint.py`` or ``quantize.py``.
+    """Read the ``pretrained_config`` in a folder of ``convert_checkpoint.py`` or ``quantize.py``.
 
-    Raises ``PenstockError`` (``invalid``) for another folder.
+    Raises ``PenstockError`` (``invalid``) for any other folder.
     """
     config = _read(folder)
     if config is None or "checkpoint" not in config:
-        message = (
-            f"{folder} is none that convert_checkpoint.py or quantize.py of penstock has made: run one of them with "
-        )
+        message = f"{folder} was not written by penstock's convert_checkpoint.py or quantize.py: run one of them with "
         message += "--model_dir for the Hugging Face checkpoint, or penstock build"
         raise invalid("checkpoint_dir", message)
     return config
 
 
 def settings_of(engine: Path) -> dict[str, Any]:
-    """Settings here by what the folder of an engine says; those of TensorRT's own say limits alone, and those that were
-    built here bring their own along, too (``planning.engine_config``)."""
+    """Settings stored in an engine folder. Engines of TensorRT have only limits; engine folders of Penstock also have
+    options (``checkpoint.engine_config``)."""
     config = _read(engine) or {}
     result = {**engine_defaults(str(engine)), "model": str(engine)} if KEY in config else {}
     return result | limits_of(config.get("build_config", {}))
 
 
 def limits_of(built: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings here by a ``build_config``."""
+    """Settings for the limits of a ``build_config``."""
     result = {setting: built[limit] for limit, setting in LIMITS.items() if built.get(limit)}
     length = built.get("max_seq_len") or (built.get("max_input_len") or 0) + (built.get("max_output_len") or 0)
     return result | ({"max_model_len": length} if length else {})
 
 
 def checkpoint_settings(pretrained: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings here by a ``pretrained_config`` that was written here."""
+    """Settings for a ``pretrained_config`` written by Penstock."""
     quantization = pretrained["quantization"]
     if quantization["kv_cache_quant_algo"] == "FP8":
-        words = "%s asks for keys and values in FP8: 8-bit integers are used (int8)"
-        logger.warning(words, pretrained["checkpoint"])
+        logger.warning("%s has an FP8 KV cache; int8 is used instead", pretrained["checkpoint"])
     result = {"model": pretrained["checkpoint"], "dtype": pretrained["dtype"]}
     result["quantization"] = QUANTIZATION[quantization["quant_algo"]]
     result["kv_cache_dtype"] = KV_CACHE[quantization["kv_cache_quant_algo"]]
@@ -151,7 +146,7 @@ def checkpoint_settings(pretrained: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(folder: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None where it cannot be read."""
+    """Read the JSON object in a folder's ``config.json``; None if it cannot be read."""
     try:
         result = json.loads((folder / NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""``fill_template.py``: fills the placeholders of a ``config.pbtxt`` template of TensorRT-LLM."""
+"""``fill_template.py``: fill the placeholders of a ``config.pbtxt`` template of TensorRT-LLM."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def main(arguments: list[str]) -> int:
 
 
 def _fill(arguments: list[str]) -> None:
-    """Raises ``PenstockError`` (``invalid``) where a value has no name, or a name is not in the file."""
-    parser = argparse.ArgumentParser(prog="fill_template.py", description="Fill in what a template leaves open.")
-    parser.add_argument("-i", "--in_place", action="store_true", help="change the file itself")
-    parser.add_argument("file", type=Path, help="a config.pbtxt with ${names}")
-    parser.add_argument("values", help=r"name:value,name:value; a comma within a value is written as \,")
+    """Run the command. Raises ``PenstockError`` (``invalid``) for a name without value."""
+    parser = argparse.ArgumentParser(prog="fill_template.py", description="Fill the placeholders of a template.")
+    parser.add_argument("-i", "--in_place", action="store_true", help="edit the file in place (default: print it)")
+    parser.add_argument("file", type=Path, help="config.pbtxt with placeholders ${name}")
+    parser.add_argument("values", help=r"values as name:value,name:value; write a comma in a value as \,")
     given = parser.parse_args(arguments)
     text = given.file.read_text(encoding="utf-8")
     known = re.findall(r"\$\{(\w+)\}", text)
@@ -38,7 +38,7 @@ def _fill(arguments: list[str]) -> None:
         if not colon:
             raise invalid(name, "has no value: write name:value")
         if name not in known:
-            message = f"{given.file} does not ask for it{did_you_mean(name, known)}"
+            message = f"{given.file} has no such placeholder{did_you_mean(name, known)}"
             print(f"fill_template.py: {name}: {message}", file=sys.stderr)
         values[name] = value.replace("\\,", ",")
     filled = Template(text).safe_substitute(values)
@@ -49,4 +49,4 @@ def _fill(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[2:]))  # behind its name
+    sys.exit(main(sys.argv[2:]))  # argv[1] is the command's name

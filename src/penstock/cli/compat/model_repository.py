@@ -1,4 +1,4 @@
-"""Translates a Triton model repository with TensorRT-LLM's models (``config.pbtxt``) to our flags."""
+"""Translation of a Triton model repository with TensorRT-LLM models (``config.pbtxt``) to flags."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ ENGINE, BLS = "tensorrt_llm", "tensorrt_llm_bls"
 
 @dataclass
 class MergedSettings:
-    """The settings of the files read so far."""
+    """Settings merged from several files."""
 
     flags: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
 
     def add(self, flags: Flags, source: str) -> None:
-        """Raises ``PenstockError`` (``invalid``) where two files contradict each other."""
+        """Add settings of a file. Raises ``PenstockError`` (``invalid``) if two files contradict each other."""
         for name, value in flags.items():
             if self.flags.setdefault(name, value) != value:
                 raise invalid(source, f"has the value {value!r}, but {self.sources[name]} has {self.flags[name]!r}")
@@ -49,27 +49,26 @@ class File:
 
     path: Path
     config: Any
-    """A ``ModelConfig``."""
+    """Triton ``ModelConfig`` (protobuf)."""
     name: str
     kind: str
-    """The kind of model."""
+    """Kind of model: a key of ``PARAMETERS``."""
 
     def text(self, key: str) -> str:
-        """A parameter, empty where the template is not filled in."""
+        """Value of a parameter; empty if it is absent or an unfilled placeholder."""
         result = self.config.parameters[key].string_value if key in self.config.parameters else ""
         return "" if result.startswith("${") else result
 
     @property
-    def over(self) -> list[str]:
-        """The models that an ensemble is made of, or that one of business logic calls."""
+    def used_models(self) -> list[str]:
+        """Names of the models that an ensemble or a business logic script (BLS) calls."""
         if self.kind == BLS:
             return [self.text("tensorrt_llm_model_name") or ENGINE]
         return [step.model_name for step in self.config.ensemble_scheduling.step]
 
 
 def expand_arguments(arguments: list[str]) -> list[str]:
-    """The arguments with ``--model-repository`` replaced by the flags of its files, before all others, which override
-    them.
+    """Replace ``--model-repository`` by the flags of its files, placed first so that other arguments override them.
 
     Raises ``PenstockError`` (``invalid``) for files that cannot be read, and for unsupported settings.
     """
@@ -85,26 +84,26 @@ def expand_arguments(arguments: list[str]) -> list[str]:
 
 
 def read(repository: Path, engines: str = "", overridden: Collection[str] = (), world_size: str = "1") -> Flags:
-    """Settings by name. Raises ``PenstockError`` as ``expand_arguments`` does.
+    """Read the settings of a repository, by name. Raises ``PenstockError`` as ``expand_arguments``.
 
     Args:
         engines: expected names of the engines, separated by commas.
         overridden: settings that override those of each engine's files.
-        world_size: number of ranks that the launcher was told to start; "1" also where it starts none itself
-            (orchestrator mode).
+        world_size: number of ranks given to the launcher; "1" also in orchestrator mode, where it starts no ranks.
     """
     if not (paths := sorted(repository.glob("*/config.pbtxt"))):
         return _checkpoints(repository)
     files = [_file(path) for path in paths]
-    over = _group_by_engine(repository, files)
+    by_engine = _group_by_engine(repository, files)
     for name in filter(None, engines.split(",")):
-        if name not in over:
-            raise invalid("tensorrt_llm_model_name", f"{repository} has no engine {name!r}; it has {', '.join(over)}")
-    result = {name: _settings(engine_files) for name, engine_files in over.items()}
+        if name not in by_engine:
+            message = f"{repository} has no engine {name!r}, only {', '.join(by_engine)}"
+            raise invalid("tensorrt_llm_model_name", message)
+    result = {name: _settings(engine_files) for name, engine_files in by_engine.items()}
     for name, flags in result.items():
         ranks = flags.get("tensor_parallel_size", 1) * flags.get("pipeline_parallel_size", 1)
         if world_size not in ("1", str(ranks)):
-            message = f"is {world_size}, and the engine of {name} is for {ranks} (tp_size times pp_size)"
+            message = f"is {world_size}, but the engine of {name} is for {ranks} ranks (tp_size times pp_size)"
             raise invalid("world_size", message, ranks)
     if list(result) == [ENGINE] and all(file.name == file.kind for file in files):
         return result[ENGINE]
@@ -114,17 +113,17 @@ def read(repository: Path, engines: str = "", overridden: Collection[str] = (), 
         together.add({key: flags[key] for key in shared if key in flags}, f"{repository / name}")
     models = {
         name: {key: value for key, value in flags.items() if key not in (*shared, *overridden)}
-        | {"kserve": {file.name: file.kind for file in over[name]}}
+        | {"kserve": {file.name: file.kind for file in by_engine[name]}}
         for name, flags in result.items()
     }
     return together.flags | {"models": json.dumps(models)}
 
 
 def _checkpoints(repository: Path) -> Flags:
-    """The flags for a folder of Hugging Face checkpoints, one folder each."""
+    """Flags for a repository of Hugging Face checkpoints."""
     result = {path.parent.name: str(path.parent) for path in sorted(repository.glob("*/config.json"))}
     if not result:
-        message = f"{repository} holds no folder with a config.pbtxt, nor one with a checkpoint (config.json)"
+        message = f"{repository} has no folders with config.pbtxt or with a checkpoint (config.json)"
         raise invalid("model_repository", message)
     return {"models": json.dumps(result)}
 
@@ -143,45 +142,42 @@ def _file(path: Path) -> File:
     else:
         kind = next((kind for kind in STEPS if kind in name), "")
     if not kind:
-        message = f"the model {name!r} is not one of TensorRT-LLM's: {', '.join(PARAMETERS)}, or a copy of one of them"
+        message = f"the model {name!r} is not a TensorRT-LLM model: {', '.join(PARAMETERS)}, or a copy of one of them"
         raise invalid(str(path), message)
     return File(path, config, name, kind)
 
 
 def _group_by_engine(repository: Path, files: list[File]) -> dict[str, list[File]]:
-    """Engine → its ``config.pbtxt`` and those of the models that use it."""
-    over = {file.name: [file] for file in files if file.kind == ENGINE}
-    if not over:
-        raise invalid("model_repository", f"{repository} has no model tensorrt_llm that says where its engine is")
-    whose: dict[str, str] = {}
+    """Group files by engine: its ``config.pbtxt``, and those of the models that use it."""
+    groups = {file.name: [file] for file in files if file.kind == ENGINE}
+    if not groups:
+        raise invalid("model_repository", f"{repository} has no tensorrt_llm model, which names the engine folder")
+    engine_of: dict[str, str] = {}
     for file in files:
         if file.kind in ("ensemble", BLS):
-            used_models = file.over
+            used = file.used_models
             engine = next(
-                (name for name in used_models if name in over),
-                "" if used_models and len(over) > 1 else next(iter(over)),
+                (name for name in used if name in groups), "" if used and len(groups) > 1 else next(iter(groups))
             )
             if not engine:
-                message = (
-                    f"uses {', '.join(used_models)}, none of which is an engine; the engines are {', '.join(over)}"
-                )
+                message = f"uses {', '.join(used)}, none of which is an engine; the engines are {', '.join(groups)}"
                 raise invalid(str(file.path), message)
-            over[engine].append(file)
-            whose |= {name: engine for name in used_models if name not in whose}
+            groups[engine].append(file)
+            engine_of |= {name: engine for name in used if name not in engine_of}
     for file in files:
         if file.kind in STEPS:
-            over[whose.get(file.name, next(iter(over)))].append(file)
-    return over
+            groups[engine_of.get(file.name, next(iter(groups)))].append(file)
+    return groups
 
 
 def _settings(files: list[File]) -> dict[str, Any]:
-    """The settings of an engine's file and those of the models that use it."""
+    """Merge the settings of an engine's files."""
     result = MergedSettings()
     for file in files:
         _add(result, file)
     engine, tokenizer = result.flags.pop("engine_dir", None), result.flags.get("tokenizer")
     if engine is None:
-        raise invalid(str(files[0].path), "does not say where its engine is (gpt_model_path)")
+        raise invalid(str(files[0].path), "must have gpt_model_path, the engine folder")
     built = settings_of(Path(engine))
     if "model" not in built:
         built["model"] = _checkpoint(Path(engine), tokenizer)
@@ -190,15 +186,13 @@ def _settings(files: list[File]) -> dict[str, Any]:
         if windows := file.text("max_attention_window_size"):
             _check_windows(f"{file.path}: max_attention_window_size", attention_windows(windows), built)
         if (text := file.text("gpu_device_ids")) and (count := len(device_groups(text)[0])) != ranks:
-            words = (
-                f"{text!r} has {count} devices for each instance, and the engine is for {ranks} (tp_size times pp_size)"
-            )
-            raise invalid(f"{file.path}: gpu_device_ids", words, ranks)
+            message = f"has {count} devices per instance, but the engine is for {ranks} ranks (tp_size times pp_size)"
+            raise invalid(f"{file.path}: gpu_device_ids", message, ranks)
     return built | _drafts(result.flags)
 
 
 def _check_windows(source: str, windows: list[int], flags: Flags) -> None:
-    """Raises ``PenstockError`` (``invalid``) for windows that would change the model's attention."""
+    """Raise ``PenstockError`` (``invalid``) for windows that would change the model's attention."""
     folder = Path(flags["model"])
     length = flags.get("max_model_len") or max_model_len_of_config(read_config_json(folder))
     if min(windows) >= length:
@@ -208,19 +202,17 @@ def _check_windows(source: str, windows: list[int], flags: Flags) -> None:
     for layer, own in enumerate(read_config(folder, flags.get("model_impl", "auto")).sliding_windows):
         needed, given = min(own or length, length), windows[layer % len(windows)]
         if given < needed:
-            message = (
-                f"is {given}, and layer {layer} of the model attends to {needed} tokens, which cannot be changed: "
-            )
-            raise invalid(source, f"{message}give {needed} or more, or leave it out", needed)
+            message = f"is {given}, but layer {layer} of the model attends to {needed} tokens, which cannot be changed"
+            raise invalid(source, f"{message}: set {needed} or more, or omit it", needed)
 
 
 def _drafts(flags: Flags) -> dict[str, Any]:
-    """Settings in which trees of draft tokens have become part of ``speculative_config``."""
+    """Move trees of draft tokens to ``speculative_config``."""
     result = {name: value for name, value in flags.items() if name not in CHOICES}
     for name in CHOICES.keys() & flags:
         given = json.loads(result.get("speculative_config", "{}"))
         if given.get("method", CHOICES[name]) != CHOICES[name]:
-            raise invalid(name, f"is for the decoding_mode {CHOICES[name]}")
+            raise invalid(name, f"requires the decoding_mode {CHOICES[name]}")
         result["speculative_config"] = json.dumps({"method": CHOICES[name], name: flags[name]})
     return result
 
@@ -239,14 +231,12 @@ def _add(settings: MergedSettings, file: File) -> None:
         if model.max_batch_size:
             settings.add({"max_num_seqs": model.max_batch_size}, f"{file.path}: max_batch_size")
         if not model.model_transaction_policy.decoupled:
-            _log_ignored(f"{file.path}: decoupled", "each request says whether it is streamed")
+            _log_ignored(f"{file.path}: decoupled", "requests choose whether to stream")
     if model.dynamic_batching.max_queue_delay_microseconds:
-        _log_ignored(
-            f"{file.path}: max_queue_delay_microseconds", "a request joins the next step, and need not wait for others"
-        )
+        _log_ignored(f"{file.path}: max_queue_delay_microseconds", "a request joins the next step without delay")
     if sum(group.count for group in model.instance_group) > 1:
         _log_ignored(
-            f"{file.path}: instance_group", f"{ONE_ENGINE}; --api-server-count says how many processes handle text"
+            f"{file.path}: instance_group", f"{ONE_ENGINE}; --api-server-count sets the number of API processes"
         )
 
 
@@ -256,7 +246,7 @@ def _parse_model_config(file: Path) -> Any:
         from google.protobuf import text_format
         from tritonclient.grpc import model_config_pb2
     except ImportError as error:
-        message = "needs classes that are not installed; try pip install 'penstock-llm[grpc]'"
+        message = "needs packages that are not installed: pip install 'penstock-llm[grpc]'"
         raise invalid("model_repository", message) from error
     try:
         text = file.read_text(encoding="utf-8")
@@ -265,20 +255,20 @@ def _parse_model_config(file: Path) -> Any:
         raise invalid(str(file), f"cannot be read: {error}") from error
     except text_format.ParseError as error:
         if unfilled := re.search(r":\s*(\$\{\w+\})", text):
-            raise invalid(str(file), f"{unfilled[1]} is not filled; fill_template.py does that") from error
+            raise invalid(str(file), f"{unfilled[1]} is not filled: run fill_template.py") from error
         raise invalid(str(file), f"is not a model configuration: {error}") from error
 
 
 def _checkpoint(engine: Path, tokenizer: str | None) -> str:
-    """The folder of the checkpoint: ``engine_dir``, or ``tokenizer_dir`` where that holds TensorRT's engine."""
+    """Find the checkpoint: in ``engine_dir``, or if that is a TensorRT engine, in ``tokenizer_dir``."""
     if _has_weights(engine):
         return str(engine)
     if tokenizer is not None and _has_weights(Path(tokenizer)):
         if engine.exists():
-            _log_ignored(str(engine), f"an engine is for TensorRT; the checkpoint in {tokenizer} is served")
+            _log_ignored(str(engine), f"TensorRT engines are not used; the checkpoint in {tokenizer} is served")
         return tokenizer
-    message = f"{engine} holds no checkpoint of Hugging Face (config.json, *.safetensors)"
-    raise invalid("engine_dir", f"{message}, and neither does tokenizer_dir; let one of them be its folder")
+    message = f"{engine} has no Hugging Face checkpoint (config.json, *.safetensors), and neither has tokenizer_dir"
+    raise invalid("engine_dir", f"{message}: set one of them to the folder of a checkpoint")
 
 
 def _has_weights(folder: Path) -> bool:

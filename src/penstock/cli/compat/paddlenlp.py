@@ -30,51 +30,51 @@ MODEL_NAME = "model_name"
 MODELS = "/models/"
 """Default of ``MODEL_DIR``."""
 LAST_LINES = 20
-"""Lines of the log that are printed where the server does not start."""
-PATIENCE = 300.0
-"""Seconds that a server gets to end."""
+"""Number of log lines printed if the server does not start."""
+STOP_TIMEOUT = 300.0
+"""Default seconds that ``stop_server`` waits for a server to stop."""
 DEFAULT_MODEL = "deepseek-ai/DeepSeek-R1/weight_only_int4"
+MTP_IN_CHECKPOINT = "MTP layers are part of the model's checkpoint"
 MPI = (
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_SIZE"),
 )
-"""Environment variables of Open MPI and MPICH: rank on the node, ranks on the node, and ranks in all."""
+"""Environment variables of Open MPI and MPICH: local rank, number of local ranks, number of all ranks."""
 
 
 def start_server() -> int:
     """Start a server in the background; returns the exit status once it is ready."""
-    parser = _parser("start_server", "Start a server by PaddleNLP's environment, and wait until it is ready.")
-    parser.add_argument("model_name", nargs="?", help="org/model or org/model/format; nothing for what is in MODEL_DIR")
+    parser = _parser(
+        "start_server", "Start a server with PaddleNLP's environment variables, and wait until it is ready."
+    )
+    parser.add_argument("model_name", nargs="?", help="org/model or org/model/format (default: the model in MODEL_DIR)")
     add_options(parser, tuple(TITLES))
     args = parser.parse_args()
     if args.model_name and sys.argv[1] != args.model_name:
-        parser.error("the model's name comes before all options")
+        parser.error("the model's name must precede all options")
     return exit_status(
         parser, lambda: _run_on_first_rank(lambda: _start(args, sys.argv[2:] if args.model_name else sys.argv[1:]))
     )
 
 
 def stop_server() -> int:
-    """Stop what ``start_server`` of this user has started; returns the exit status."""
-    parser = _parser("stop_server", "Stop the servers that start_server has started.")
-    parser.add_argument("timeout", nargs="?", type=float, default=PATIENCE, help="seconds that they get to end")
+    """Stop the servers that this user started with ``start_server``; returns the exit status."""
+    parser = _parser("stop_server", "Stop the servers started by start_server.")
+    about = f"seconds to wait before servers are killed (default: {STOP_TIMEOUT:g})"
+    parser.add_argument("timeout", nargs="?", type=float, default=STOP_TIMEOUT, help=about)
     args = parser.parse_args()
     return exit_status(parser, lambda: _run_on_first_rank(lambda: _stop(args.timeout)))
 
 
 def download_model() -> int:
     """Download a model into a folder; returns the exit status."""
-    parser = _parser("download_model.py", "Fetch a model from the Hugging Face hub.")
-    parser.add_argument("--model_name", "-m", default=DEFAULT_MODEL, help="org/model or org/model/format")
-    parser.add_argument("--dir", "-d", type=Path, default=Path("downloads"), help="where its folder model_name is put")
-    parser.add_argument("--nnodes", "-n", type=int, default=1, help="machines that it is for")
-    parser.add_argument("--mode", "-M", choices=("master", "slave"), help="which of several machines this is")
-    parser.add_argument(
-        "--speculate_model_path",
-        "-s",
-        metavar="FOLDER",
-        help="ignored: MTP layers are part of their model's checkpoint",
-    )
+    parser = _parser("download_model.py", "Download a model from the Hugging Face hub.")
+    about = f"org/model or org/model/format (default: {DEFAULT_MODEL})"
+    parser.add_argument("--model_name", "-m", default=DEFAULT_MODEL, help=about)
+    parser.add_argument("--dir", "-d", type=Path, default=Path("downloads"), help="parent folder (default: downloads)")
+    parser.add_argument("--nnodes", "-n", type=int, default=1, help="number of nodes of the server (default: 1)")
+    parser.add_argument("--mode", "-M", choices=("master", "slave"), help="role of this node, with several nodes")
+    parser.add_argument("--speculate_model_path", "-s", metavar="FOLDER", help=f"ignored: {MTP_IN_CHECKPOINT}")
     args = parser.parse_args()
     return exit_status(parser, lambda: _download(args))
 
@@ -87,19 +87,19 @@ def _parser(name: str, about: str) -> argparse.ArgumentParser:
 
 
 def _run_on_first_rank(work: Callable[[], int]) -> int:
-    """Do the work on the first of the ranks that ``mpirun`` has started on this node; the others return 0 at once.
+    """Run ``work`` on the first rank that ``mpirun`` started on this node; other ranks return 0.
 
-    The first rank may use all cores that ``mpirun`` may, which binds each rank to some.
+    The first rank gets all cores of ``mpirun``, which binds ranks to single cores.
 
-    Raises ``PenstockError`` (``invalid``) where ``mpirun`` has started several nodes, and ``MP_NNODE`` says one.
+    Raises ``PenstockError`` (``invalid``) if ``mpirun`` started several nodes, and ``MP_NNODE`` is 1.
     """
     names = next((names for names in MPI if all(name in os.environ for name in names)), None)
     if not names:
         return work()
     rank, here, everywhere = [int(os.environ[name]) for name in names]
     if here != everywhere and os.environ.get("MP_NNODE", "1") == "1":
-        words = f"is 1, and mpirun has started {everywhere} ranks, {here} of them on this node"
-        raise invalid("MP_NNODE", words)
+        message = f"is 1, but mpirun started {everywhere} ranks, only {here} of them on this node"
+        raise invalid("MP_NNODE", message)
     if rank:
         return 0
     os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
@@ -126,21 +126,21 @@ def _start(args: argparse.Namespace, flags: list[str]) -> int:
             _fetch(name, folder)
         command += ["--model", str(folder)]
     log_name = "console" if os.environ.get("OUTPUT_LOG_TO_CONSOLE") == "1" else "server"
-    if engine.node_rank:  # nodes may share the folder
+    if engine.node_rank:  # nodes may share the log folder
         log_name += f"-node{engine.node_rank}"
     file = Path("log", f"{log_name}.log").resolve()
     file.parent.mkdir(exist_ok=True)
     read_log = partial(file.read_text, encoding="utf-8", errors="replace")
     with file.open("wb") as log:
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-    print(f"Starting, with the log in {file}", flush=True)
+    print(f"Starting; the log is in {file}", flush=True)
     with _registered(server):
         while not (NODE_READY in read_log() if engine.node_rank else _ready(options)):
             try:
                 status = server.wait(0.1)
             except subprocess.TimeoutExpired:
                 continue
-            print("\n".join(["The server has ended:", *read_log().splitlines()[-LAST_LINES:]]), file=sys.stderr)
+            print("\n".join(["The server has exited:", *read_log().splitlines()[-LAST_LINES:]]), file=sys.stderr)
             return status or 1
     if engine.node_rank:
         print(f"Ready: process {server.pid}, node {engine.node_rank} of {engine.nnodes}")
@@ -154,10 +154,10 @@ def _start(args: argparse.Namespace, flags: list[str]) -> int:
 
 @contextlib.contextmanager
 def _registered(server: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Record a starting server for ``stop_server``, which may be called before it is ready. The server is ended where
-    its start is interrupted."""
-    note = _notes() / str(server.pid)
-    note.write_text(_process_start_time(server.pid))
+    """Record a starting server in a file for ``stop_server``, which may be called before it is ready. If the start is
+    interrupted, the server is stopped."""
+    record = _records() / str(server.pid)
+    record.write_text(_process_start_time(server.pid))
     try:
         yield
     except BaseException:
@@ -166,11 +166,11 @@ def _registered(server: subprocess.Popen[bytes]) -> Iterator[None]:
         raise
     finally:
         if server.poll() is not None:
-            note.unlink(missing_ok=True)
+            record.unlink(missing_ok=True)
 
 
 def _check_ports(options: ServerOptions) -> None:
-    """Raises ``PenstockError`` where one is taken: otherwise another server there might be taken for this one."""
+    """Raise ``PenstockError`` if a port is in use, as another server there could be mistaken for this one."""
     ports = {
         "SERVICE_HTTP_PORT": options.port,
         "SERVICE_GRPC_PORT": options.grpc_port,
@@ -201,40 +201,39 @@ def _ready(options: ServerOptions) -> bool:
 
 
 def _stop(timeout: float) -> int:
-    notes = sorted(_notes().iterdir())
-    stopped = [
-        _end(int(note.name), timeout) for note in notes if note.read_text() == _process_start_time(int(note.name))
-    ]
-    for note in notes:
-        note.unlink(missing_ok=True)
-    print("\n".join(stopped) if stopped else "Nothing runs that start_server has started.")
+    records = sorted(_records().iterdir())
+    running = [int(record.name) for record in records if record.read_text() == _process_start_time(int(record.name))]
+    stopped = [_end(pid, timeout) for pid in running]
+    for record in records:
+        record.unlink(missing_ok=True)
+    print("\n".join(stopped) if stopped else "No server started by start_server is running.")
     return 0
 
 
 def _end(pid: int, timeout: float) -> str:
-    """Description of an exit status."""
+    """Stop a process; returns a message for the user."""
     handle = os.pidfd_open(pid)
     try:
         signal.pidfd_send_signal(handle, signal.SIGTERM)
         if select.select([handle], [], [], timeout)[0]:
             return f"Stopped process {pid}."
         signal.pidfd_send_signal(handle, signal.SIGKILL)
-        return f"Killed process {pid}, which had not ended in {timeout:g} seconds."
+        return f"Killed process {pid}, which did not stop within {timeout:g} seconds."
     finally:
         os.close(handle)
 
 
-def _notes() -> Path:
-    """A folder of this user's, with a file for each server: its process, and when that began."""
+def _records() -> Path:
+    """Folder of this user with a file per server: the name is the process id, the content its start time."""
     folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir(), f"penstock-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        raise invalid("XDG_RUNTIME_DIR", f"{folder} belongs to another user; name another folder")
+        raise invalid("XDG_RUNTIME_DIR", f"{folder} belongs to another user; set another folder")
     return folder
 
 
 def _process_start_time(pid: int) -> str:
-    """When a process began, in ticks of the kernel's; empty where there is no such process."""
+    """Start time of a process in kernel clock ticks; empty if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -246,11 +245,11 @@ def _process_start_time(pid: int) -> str:
 
 def _download(args: argparse.Namespace) -> int:
     if (named := nodes_named(args.model_name)) not in (None, args.nnodes):
-        raise invalid("--nnodes", f"is {args.nnodes}, and {args.model_name} is for {named} nodes", named)
+        raise invalid("--nnodes", f"is {args.nnodes}, but {args.model_name} is for {named} nodes", named)
     if args.mode == "slave" and args.nnodes == 1:
-        raise invalid("--mode", "slave is for several nodes, and --nnodes is 1")
+        raise invalid("--mode", "slave is for several nodes, but --nnodes is 1")
     if args.speculate_model_path:
-        print("--speculate_model_path is ignored: MTP layers are part of their model's checkpoint", file=sys.stderr)
+        print(f"--speculate_model_path is ignored: {MTP_IN_CHECKPOINT}", file=sys.stderr)
     folder = args.dir / args.model_name
     _fetch(args.model_name, folder)
     print(folder.resolve())

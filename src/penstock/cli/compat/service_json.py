@@ -1,4 +1,4 @@
-"""``--service-json``: the service description of Alibaba's EAS, JSON with comments."""
+"""``--service-json``: translation of a service description of Alibaba Cloud EAS (JSON with comments) to flags."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..parser import Parser
 logger = logging.getLogger(__name__)
 
 COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*')
-"""Comments; ``//`` within strings is not one."""
+"""Comments, or (group 1) strings, in which ``//`` is not a comment."""
 COMMANDS = (["blade_llm_server"], ["penstock", "serve"])
 MIB = 2**20
 
@@ -39,7 +39,7 @@ class Bucket(msgspec.Struct, kw_only=True):
 class EmptyFolder(msgspec.Struct, kw_only=True):
     medium: str = ""
     size_limit: float = 0
-    """GiB."""
+    """Size in GiB."""
 
 
 class Storage(msgspec.Struct, kw_only=True):
@@ -52,7 +52,7 @@ class Metadata(msgspec.Struct, kw_only=True):
     instance: int = 1
     cpu: int = 0
     memory: int = 0
-    """MiB."""
+    """Memory in MiB."""
     gpu: int | None = None
     resource: str = ""
 
@@ -65,11 +65,10 @@ class Document(msgspec.Struct, kw_only=True):
 
 
 def expand_arguments(arguments: list[str]) -> list[str]:
-    """The arguments of ``penstock serve`` with ``--service-json`` replaced by the flags of its document, before all
-    others, which override them.
+    """Replace ``--service-json`` by the flags of its document, placed first so that other arguments override them.
 
-    Raises ``PenstockError`` (``invalid``) where the document cannot be read, contradicts itself or needs a folder that
-    does not exist.
+    Raises ``PenstockError`` (``invalid``) if the document cannot be read, is inconsistent, or needs a folder that does
+    not exist.
     """
     parser = Parser(prog="penstock serve", add_help=False, allow_abbrev=False)
     parser.add_argument("--service-json", "--service_json")
@@ -85,7 +84,7 @@ def _read(path: Path) -> Document:
         given: Any = msgspec.json.decode(text)
         result = msgspec.convert(given, Document)
     except (OSError, ValueError) as error:
-        raise invalid("service_json", f"{path} cannot be used: {error}") from error
+        raise invalid("service_json", f"{path} cannot be read: {error}") from error
     parts = [("", given, Document), ("metadata.", given.get("metadata", {}), Metadata)]
     parts += [("containers[0].", container, Container) for container in given["containers"][:1]]
     for where, part, schema in parts:
@@ -96,7 +95,7 @@ def _read(path: Path) -> Document:
 
 def _arguments(document: Document) -> list[str]:
     if len(document.containers) != 1:
-        raise invalid("service_json", f"has {len(document.containers)} containers, and one can be served")
+        raise invalid("service_json", f"must have one container, has {len(document.containers)}")
     (container,) = document.containers
     try:
         arguments = shlex.split(container.command)
@@ -104,11 +103,12 @@ def _arguments(document: Document) -> list[str]:
         raise invalid("service_json", f"containers[0].command cannot be read: {error}") from error
     begin = next((begin for begin in COMMANDS if arguments[: len(begin)] == begin), None)
     if begin is None:
-        raise invalid("service_json", f"containers[0].command is {container.command!r}, and blade_llm_server is known")
+        raise invalid("service_json", f"containers[0].command must run blade_llm_server, is {container.command!r}")
     arguments = arguments[len(begin) :]
     known, _ = _options().parse_known_args(arguments)
     if known.port != container.port:
-        raise invalid("service_json", f"containers[0].port is {container.port}, and its command's --port {known.port}")
+        message = f"containers[0].port is {container.port}, but --port of its command is {known.port}"
+        raise invalid("service_json", message)
     if container.image:
         _log_ignored("containers[0].image", "no image is started")
     for storage in document.storage:
@@ -118,7 +118,7 @@ def _arguments(document: Document) -> list[str]:
 
 
 def _options() -> argparse.ArgumentParser:
-    """Options of the command line on which other fields of the document depend."""
+    """Parser of the command's options on which other fields of the document depend."""
     parser = Parser(prog="penstock serve: containers[0].command", add_help=False, allow_abbrev=False)
     parser.add_argument("--port", type=int, default=PROFILE.defaults["port"])
     parser.add_argument("--model", default="")
@@ -133,11 +133,11 @@ def _check(storage: Storage) -> None:
     if storage.empty_dir is None:
         if not path.exists():
             source = storage.oss.path if storage.oss else "its storage"
-            raise invalid("service_json", f"{path} is not there; put what {source} has into it, or mount it there")
+            raise invalid("service_json", f"{path} does not exist: copy the content of {source} to it, or mount it")
     elif not path.exists():
-        _log_ignored(f"storage {path}", "there is no such folder, and nothing here needs it")
+        _log_ignored(f"storage {path}", "the folder does not exist and is not needed")
     elif (free := os.statvfs(path)).f_frsize * free.f_blocks < storage.empty_dir.size_limit * 2**30:
-        _log_ignored(f"storage {path}", f"it has less than the {storage.empty_dir.size_limit:g} GiB asked for")
+        _log_ignored(f"storage {path}", f"its disk is smaller than size_limit ({storage.empty_dir.size_limit:g} GiB)")
 
 
 def _limits(metadata: Metadata, model: str, share: float) -> list[str]:
@@ -145,7 +145,7 @@ def _limits(metadata: Metadata, model: str, share: float) -> list[str]:
     result = []
     cores = len(os.sched_getaffinity(0))
     if metadata.cpu > cores:
-        _log_ignored("metadata.cpu", f"{metadata.cpu} cores are asked for, and {cores} are here")
+        _log_ignored("metadata.cpu", f"this machine has only {cores} of {metadata.cpu} cores")
     elif metadata.cpu:
         result += ["--threads", str(metadata.cpu)]
     if metadata.gpu == 0:
@@ -153,22 +153,21 @@ def _limits(metadata: Metadata, model: str, share: float) -> list[str]:
     if metadata.memory:
         result += _memory(metadata, model, share)
     if metadata.instance > 1:
-        _log_ignored("metadata.instance", "one server is one instance: start as many behind a load balancer")
+        _log_ignored("metadata.instance", "a server is one instance: start several servers and a load balancer")
     if (metadata.gpu or 0) > 1:
-        _log_ignored("metadata.gpu", "--tensor_parallel_size says how many ranks compute a model")
+        _log_ignored("metadata.gpu", "--tensor_parallel_size sets the number of ranks")
     if metadata.resource:
-        _log_ignored("metadata.resource", "it is a group of machines of EAS")
+        _log_ignored("metadata.resource", "it is a resource group of EAS")
     return result
 
 
 def _memory(metadata: Metadata, model: str, share: float) -> list[str]:
-    """Flags for the memory limit. Where weights and KV cache share the host's memory, the cache gets a share of what
-    the weights leave."""
+    """Flags for the memory limit. On CPUs, the KV cache gets the share ``share`` of the memory left by the weights."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if metadata.gpu != 0:
         _log_ignored("metadata.memory", "with a GPU it does not limit the KV cache")
     elif metadata.memory * MIB > machine:
-        _log_ignored("metadata.memory", f"{metadata.memory} MiB are asked for, and {machine // MIB} are here")
+        _log_ignored("metadata.memory", f"this machine has only {machine // MIB} of {metadata.memory} MiB")
     else:
         weights = sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) if model else 0
         return ["--kv-cache-memory-bytes", str(max(int((metadata.memory * MIB - weights) * share), 1))]

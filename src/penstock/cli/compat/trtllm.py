@@ -1,9 +1,9 @@
 """TensorRT-LLM's offline tools: ``convert_checkpoint.py``, ``quantize.py`` and ``trtllm-build``.
 
-Checkpoints are served as they are. So nothing is converted or compiled: the first two commands check what they are
-asked for and write it down (``engine_folder.py``), and ``trtllm-build`` packs the weights (``penstock build``) for
-``tritonserver``. Formats that calibrate are quantized as by ``penstock quantize``, to a checkpoint beside that; others
-are rounded when weights are packed.
+Checkpoints are neither converted nor compiled. The first two commands check their arguments and record them in
+``config.json`` (``engine_folder.py``); ``trtllm-build`` packs the weights (``penstock build``) for ``tritonserver``.
+Formats with calibration are quantized like ``penstock quantize`` to a checkpoint in the output folder; others are
+quantized when weights are packed.
 """
 
 from __future__ import annotations
@@ -36,31 +36,22 @@ ALGORITHMS = {
     "w4a8_awq": "W4A8_AWQ",
     "int4_gptq": "W4A16_GPTQ",
 }
-"""``quant_algo`` by the format's name."""
-METHODS = {
-    "int8_sq": "smoothquant",
-    "fp8": "fp8",
-    "int4_awq": "awq",
-    "w4a8_awq": "awq",
-    "int4_gptq": "gptq",
-}
-"""Formats → methods of ``penstock quantize``; the others are not quantized here, or rounded when they are loaded."""
+"""``quant_algo`` by format."""
+METHODS = {"int8_sq": "smoothquant", "fp8": "fp8", "int4_awq": "awq", "w4a8_awq": "awq", "int4_gptq": "gptq"}
+"""Method of ``penstock quantize`` by format. Other formats are unquantized, or quantized at load."""
 CACHES = {None: None, "int8": "INT8", "fp8": "FP8"}
-"""``kv_cache_quant_algo`` by the format's name."""
+"""``kv_cache_quant_algo`` by ``kv_cache_dtype``."""
 CALIBRATION = {
     "calib_size": "calib_size",
     "calib_dataset": "calib_dataset",
     "calib_max_seq_length": "calib_seq_len",
     "awq_block_size": "group_size",
 }
-"""Flags of calibration → options of ``penstock quantize``."""
-SIZES = {
-    "tp_size": "tensor-parallel ranks, which share each layer",
-    "pp_size": "pipeline stages, which compute consecutive layers",
-}
+"""Options of ``penstock quantize`` by calibration flag."""
+SIZES = {"tp_size": "tensor-parallel ranks", "pp_size": "pipeline stages"}
 ALWAYS_PAGED = "the KV cache is always paged"
-ABOUT_ENGINE = "Made by penstock: weights that are packed for its kernels."
-NO_KERNELS = "kernels are chosen when the server starts"
+ABOUT_ENGINE = "Written by penstock: weights packed for its kernels."
+NO_KERNELS = "kernels are selected when the server starts"
 NO_BUILD = "nothing is compiled"
 BUILD_LIMITS = ("max_batch_size", "max_num_tokens", "max_input_len", "max_output_len", "max_seq_len", "max_beam_width")
 BUILD_IGNORED = {
@@ -73,59 +64,58 @@ BUILD_IGNORED = {
         NO_KERNELS,
     ),
     **dict.fromkeys(("log_level", "input_timing_cache", "output_timing_cache"), NO_BUILD),
-    "use_fp8_context_fmha": "attention uses the KV cache's type",
-    "tokens_per_block": "set --block-size of the server",
+    "use_fp8_context_fmha": "attention uses the data type of the KV cache",
+    "tokens_per_block": "use --block-size of the server",
     "opt_num_tokens": NO_KERNELS,
     "opt_batch_size": NO_KERNELS,
 }
-"""Flags with a value that are ignored, and the reason."""
+"""Ignored flags with a value, and the reason."""
 BUILD_SWITCHES = dict.fromkeys(
     ("gather_context_logits", "gather_generation_logits", "gather_all_token_logits"),
-    "requests ask for logits, up to --max-logits-size",
+    "requests can ask for logits, up to --max-logits-size",
 )
-"""Flags without a value that are ignored, and the reason."""
+"""Ignored flags without a value, and the reason."""
 
 
 def convert_checkpoint() -> int:
-    """Returns the exit status, as the others do."""
-    parser = _parser("convert_checkpoint.py", "Record the checkpoint to serve and its type.")
-    parser.add_argument("--model_dir", type=Path, required=True, help="checkpoint of Hugging Face")
+    """Run ``convert_checkpoint.py``; returns the exit status."""
+    parser = _parser("convert_checkpoint.py", "Record the checkpoint to serve and its data type.")
+    parser.add_argument("--model_dir", type=Path, required=True, help="folder of a Hugging Face checkpoint")
     _add_common(parser)
-    return _run(parser, partial(_note, quant_algo=None, kv_cache_quant_algo=None))
+    return _run(parser, partial(_record, quant_algo=None, kv_cache_quant_algo=None))
 
 
 def quantize() -> int:
-    """Quantizes where the format is calibrated, or cannot be made by rounding when weights are loaded."""
-    parser = _parser(
-        "quantize.py", "Quantize a checkpoint, or record how its weights are rounded when they are loaded."
-    )
-    parser.add_argument("--model_dir", type=Path, required=True, help="checkpoint of Hugging Face")
-    parser.add_argument("--qformat", default="full_prec", help=f"one of {', '.join(ALGORITHMS)}")
-    parser.add_argument("--kv_cache_dtype", help="int8 or fp8; as it is computed where nothing is said")
-    parser.add_argument("--calib_size", type=int, help="samples to calibrate on (512)")
-    parser.add_argument("--calib_dataset", help="file or folder of texts (built in)")
-    parser.add_argument("--calib_max_seq_length", type=int, help="tokens of a sample (512)")
-    parser.add_argument("--awq_block_size", type=int, help="inputs that share a scale in 4 bits (128)")
-    parser.add_argument("--batch_size", help="is ignored")
+    """Run ``quantize.py``; returns the exit status."""
+    parser = _parser("quantize.py", "Quantize a checkpoint, or record its quantization at load.")
+    parser.add_argument("--model_dir", type=Path, required=True, help="folder of a Hugging Face checkpoint")
+    parser.add_argument("--qformat", default="full_prec", help=f"one of {', '.join(ALGORITHMS)} (default: full_prec)")
+    parser.add_argument("--kv_cache_dtype", help="data type of the KV cache: int8 or fp8 (default: the model's)")
+    parser.add_argument("--calib_size", type=int, help="number of calibration samples (default: 512)")
+    parser.add_argument("--calib_dataset", help="file or folder of calibration texts (default: built-in texts)")
+    parser.add_argument("--calib_max_seq_length", type=int, help="maximum tokens of a sample (default: 512)")
+    parser.add_argument("--awq_block_size", type=int, help="group size of 4-bit weights (default: 128)")
+    parser.add_argument("--batch_size", help="ignored: samples are batched automatically")
     _add_common(parser)
     return _run(parser, _quantize)
 
 
 def build() -> int:
-    """The engine's folder is what ``engine_dir`` of a model repository names."""
-    parser = _parser("trtllm-build", "Pack a checkpoint's weights, and record the limits with which to serve it.")
-    parser.add_argument("--checkpoint_dir", type=Path, required=True, help="folder of the command before")
-    parser.add_argument("--output_dir", type=Path, required=True, help="the engine folder")
-    parser.add_argument("--workers", type=int, default=1, help="processes that pack ranks at the same time (1)")
+    """Run ``trtllm-build``, which writes a folder for ``engine_dir`` of a model repository; returns the exit status."""
+    parser = _parser("trtllm-build", "Pack a checkpoint's weights, and record the limits of the server.")
+    about = "output folder of convert_checkpoint.py or quantize.py"
+    parser.add_argument("--checkpoint_dir", type=Path, required=True, help=about)
+    parser.add_argument("--output_dir", type=Path, required=True, help="new engine folder")
+    parser.add_argument("--workers", type=int, default=1, help="number of processes that pack ranks (default: 1)")
     for name in BUILD_LIMITS:
         parser.add_argument(f"--{name}", type=int, help="limit of the server")
     for name, about in SIZES.items():
-        parser.add_argument(f"--{name}", type=int, help=f"{about}: as the checkpoint was converted for")
-    parser.add_argument("--paged_kv_cache", default="enable", help=f"enable: {ALWAYS_PAGED}")
+        parser.add_argument(f"--{name}", type=int, help=f"number of {about}; must be that of the checkpoint")
+    parser.add_argument("--paged_kv_cache", default="enable", help=f"must be enable: {ALWAYS_PAGED}")
     for name, why in BUILD_IGNORED.items():
-        parser.add_argument(f"--{name}", help=f"is ignored: {why}")
+        parser.add_argument(f"--{name}", help=f"ignored: {why}")
     for name, why in BUILD_SWITCHES.items():
-        parser.add_argument(f"--{name}", action="store_true", default=None, help=f"is ignored: {why}")
+        parser.add_argument(f"--{name}", action="store_true", default=None, help=f"ignored: {why}")
     return _run(parser, _build)
 
 
@@ -134,10 +124,10 @@ def _parser(name: str, about: str) -> argparse.ArgumentParser:
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output_dir", type=Path, required=True, help="folder to write config.json into")
-    parser.add_argument("--dtype", default="auto", help=f"to compute in: one of {', '.join(DTYPES)}")
+    parser.add_argument("--output_dir", type=Path, required=True, help="output folder for config.json")
+    parser.add_argument("--dtype", default="auto", help=f"computation in {', '.join(DTYPES)} (default: auto)")
     for name, about in SIZES.items():
-        parser.add_argument(f"--{name}", type=int, default=1, help=f"number of {about}")
+        parser.add_argument(f"--{name}", type=int, default=1, help=f"number of {about} (default: 1)")
 
 
 def _run(parser: argparse.ArgumentParser, work: Callable[[argparse.Namespace], str]) -> int:
@@ -159,24 +149,24 @@ def _quantize(args: argparse.Namespace) -> str:
     if args.kv_cache_dtype not in CACHES:
         raise invalid("--kv_cache_dtype", f"{args.kv_cache_dtype!r} is not supported, only int8 and fp8")
     if args.kv_cache_dtype == "fp8":
-        print("--kv_cache_dtype fp8: keys and values are quantized to 8-bit integers on CPUs", file=sys.stderr)
+        print("--kv_cache_dtype fp8: on CPUs, the KV cache is quantized to int8", file=sys.stderr)
     if args.batch_size is not None:
-        _print_ignored("batch_size", "samples are computed a few thousand tokens at a time")
+        _print_ignored("batch_size", "samples are computed in batches of a few thousand tokens")
     if args.qformat not in METHODS:
         for name in CALIBRATION:
             if getattr(args, name) is not None:
                 _print_ignored(name, "weights are rounded to nearest, without calibration")
-        return _note(args, ALGORITHMS[args.qformat], CACHES[args.kv_cache_dtype])
+        return _record(args, ALGORITHMS[args.qformat], CACHES[args.kv_cache_dtype])
     _check_common(args)
     if args.calib_dataset and not Path(args.calib_dataset).exists():
-        raise invalid("--calib_dataset", f"there is no {args.calib_dataset}: give a file or folder of texts")
-    engine_folder.pretrained_config(args.model_dir, args.dtype, None, None)  # refuses what is no checkpoint
+        raise invalid("--calib_dataset", f"{args.calib_dataset} does not exist: give a file or folder of texts")
+    engine_folder.pretrained_config(args.model_dir, args.dtype, None, None)  # raises an error without checkpoint
     engine_folder.check(args.output_dir, engine_folder.QUANTIZED)
     given = {setting: value for name, setting in CALIBRATION.items() if (value := getattr(args, name)) is not None}
     checkpoint = args.output_dir / engine_folder.QUANTIZED
     write_quantized(args.model_dir, checkpoint, QuantizeOptions(METHODS[args.qformat], **given))
     args.model_dir = checkpoint
-    _note(args, ALGORITHMS[args.qformat], CACHES[args.kv_cache_dtype], engine_folder.QUANTIZED)
+    _record(args, ALGORITHMS[args.qformat], CACHES[args.kv_cache_dtype], engine_folder.QUANTIZED)
     return f"{args.output_dir} has the quantized checkpoint"
 
 
@@ -187,16 +177,17 @@ def _check_common(args: argparse.Namespace) -> None:
         _check_at_least_one(name, getattr(args, name))
 
 
-def _note(args: argparse.Namespace, quant_algo: str | None, kv_cache_quant_algo: str | None, beside: str = "") -> str:
+def _record(
+    args: argparse.Namespace, quant_algo: str | None, kv_cache_quant_algo: str | None, allowed: str = ""
+) -> str:
     _check_common(args)
     config = engine_folder.pretrained_config(
         args.model_dir, args.dtype, quant_algo, kv_cache_quant_algo, args.tp_size, args.pp_size
     )
-    engine_folder.write(args.output_dir, config, beside)
+    engine_folder.write(args.output_dir, config, allowed)
     quantization = engine_folder.QUANTIZATION[quant_algo]
-    rounded = f"whose weights are rounded to {quantization} when they are loaded"
-    what = "which is served as it is" if quantization == "none" else rounded
-    return f"{args.output_dir} names the checkpoint {args.model_dir}, {what}: nothing is converted"
+    load = "loaded unmodified" if quantization == "none" else f"quantized to {quantization} at load"
+    return f"{args.output_dir} refers to the checkpoint {args.model_dir}, which will be {load}: nothing is converted"
 
 
 def _build(args: argparse.Namespace) -> str:
@@ -208,9 +199,9 @@ def _build(args: argparse.Namespace) -> str:
     for name in SIZES:
         given_size, size = getattr(args, name), result["mapping"][name]
         if given_size not in (None, size):
-            raise invalid(f"--{name}", f"is {given_size}, and the checkpoint was converted for {size}", size)
+            raise invalid(f"--{name}", f"is {given_size}, but the checkpoint was converted for {size}", size)
     if args.paged_kv_cache != "enable":
-        raise invalid("--paged_kv_cache", f"{args.paged_kv_cache!r} is wrong: {ALWAYS_PAGED}; only enable is possible")
+        raise invalid("--paged_kv_cache", f"must be enable, is {args.paged_kv_cache!r}: {ALWAYS_PAGED}")
     given = {name: getattr(args, name) for name in (*BUILD_IGNORED, *BUILD_SWITCHES)}
     for name, why in (BUILD_IGNORED | BUILD_SWITCHES).items():
         if given[name] is not None:
@@ -222,7 +213,7 @@ def _build(args: argparse.Namespace) -> str:
     recorded = {name: value for name, value in settings.items() if name in RECORDED and value != "auto"}
     options = engine_options(settings, "the command or its checkpoint_dir")
     built = build_folder(options, args.output_dir, recorded=recorded, notes=notes, workers=args.workers)
-    return f"{args.output_dir} is an engine_dir: {describe(built)}"
+    return f"{args.output_dir}: {describe(built)}"
 
 
 def _check_at_least_one(name: str, value: int) -> None:

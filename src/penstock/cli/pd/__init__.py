@@ -13,9 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", type=int, default=1, metavar="N", help="number of prefill instances (default: 1)")
     parser.add_argument("--decode", type=int, default=1, metavar="N", help="number of decode instances (default: 1)")
     group = parser.add_argument_group("with status")
-    group.add_argument(
-        "--url", default="http://127.0.0.1:8000", help="address of the router (default: http://127.0.0.1:8000)"
-    )
+    group.add_argument("--url", default="http://127.0.0.1:8000", help="router (default: http://127.0.0.1:8000)")
     group.add_argument("--once", action="store_true", help="print the table once, and exit")
     add_options(parser, tuple(TITLES))
 

@@ -123,12 +123,7 @@ def start(args: argparse.Namespace) -> int:
 
 
 def _run(
-    processes: list[_Process],
-    file: Path,
-    configuration: Configuration,
-    prefill: int,
-    decode: int,
-    share_memory: bool,
+    processes: list[_Process], file: Path, configuration: Configuration, prefill: int, decode: int, share_memory: bool
 ) -> int:
     """Start all processes, print them, and wait until one exits.
 

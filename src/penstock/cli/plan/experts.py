@@ -27,16 +27,10 @@ EIGHTHS = " ▏▎▍▌▋▊▉"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("load", metavar="LOAD", help="file with the response of GET /expert_load")
-    parser.add_argument(
-        "--expert-parallel-size", type=int, required=True, metavar="RANKS", help="number of expert-parallel ranks"
-    )
-    parser.add_argument(
-        "--num-redundant-experts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="number of additional expert replicas in each layer (default: 0)",
-    )
+    about = "number of expert-parallel ranks"
+    parser.add_argument("--expert-parallel-size", type=int, required=True, metavar="RANKS", help=about)
+    about = "number of additional expert replicas in each layer (default: 0)"
+    parser.add_argument("--num-redundant-experts", type=int, default=0, metavar="N", help=about)
     parser.add_argument("--output", metavar="FILE", help="write the placement to a file for --expert-placement")
     parser.add_argument("--json", action="store_true", help="print as JSON")
 

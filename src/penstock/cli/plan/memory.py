@@ -32,27 +32,13 @@ GB, GIB = 1e9, 2**30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print as JSON, in bytes, tokens and blocks")
     group = parser.add_argument_group("workload and device")
+    group.add_argument("--input-len", type=float, default=768, metavar="TOKENS", help="mean prompt length (768)")
+    group.add_argument("--output-len", type=float, default=256, metavar="TOKENS", help="mean output length (256)")
+    ratio = "EXTEND_RATIO of PaddleNLP: 1.1 to 1.3 if the lengths of prompts vary a lot (default: 1)"
+    group.add_argument("--extend-ratio", type=float, default=1.0, help=ratio)
+    group.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of a GPU (default: plan for this host)")
     group.add_argument(
-        "--input-len", type=float, default=768, metavar="TOKENS", help="average length of prompts (default: 768)"
-    )
-    group.add_argument(
-        "--output-len", type=float, default=256, metavar="TOKENS", help="average length of outputs (default: 256)"
-    )
-    group.add_argument(
-        "--extend-ratio",
-        type=float,
-        default=1.0,
-        help="EXTEND_RATIO of PaddleNLP: 1.1 to 1.3 if the lengths of prompts vary a lot (default: 1)",
-    )
-    group.add_argument(
-        "--gpu-memory", type=float, metavar="GIB", help="memory of a GPU (default: free memory of this machine)"
-    )
-    group.add_argument(
-        "--activation-memory",
-        type=float,
-        default=0.0,
-        metavar="GIB",
-        help="memory reserved for activations (default: 0)",
+        "--activation-memory", type=float, default=0.0, metavar="GIB", help="for activations (default: 0)"
     )
     add_options(parser)
 
@@ -151,8 +137,7 @@ def _blocks(options: EngineOptions, longest: int, room: int, size: int) -> int:
     if options.kv_cache_sequences and not options.kv_cache_memory_bytes:
         return blocks_of_sequences(options.kv_cache_sequences, longest, options.block_size)
     if room < size:
-        message = f"its weights leave {room / GB:.2f} GB, less than one KV block ({size / GB:.4f} GB)"
-        raise invalid("model", message)
+        raise invalid("model", f"its weights leave {room / GB:.2f} GB, less than one KV block ({size / GB:.4f} GB)")
     return room // size
 
 

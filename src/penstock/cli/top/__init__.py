@@ -33,13 +33,9 @@ ERASE_LINE, ERASE_BELOW = "\033[K", "\033[J"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--url", default="http://127.0.0.1:8000", help="address of the server (default: http://127.0.0.1:8000)"
-    )
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="server (default: http://127.0.0.1:8000)")
     parser.add_argument("--api-key", dest="key", metavar="KEY", help="API key (default: $PENSTOCK_API_KEY)")
-    parser.add_argument(
-        "--interval", type=float, default=1.0, metavar="SECONDS", help="time between two updates (default: 1)"
-    )
+    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="update interval (default: 1)")
     parser.add_argument("--once", action="store_true", help="print one view after two updates, and exit")
 
 

@@ -208,9 +208,7 @@ PROFILE = Profile(
         "fastdeploy:hit_token_rate": share(HIT_TOKENS, "prefix_cache_hits", "prefix_cache_queries"),
         "fastdeploy:gpu_hit_token_rate": share(HIT_TOKENS, "prefix_cache_hits", "prefix_cache_queries"),
         "fastdeploy:cpu_hit_token_rate": share(
-            "Share of prompt tokens found in host memory, 0 to 1.",
-            "external_prefix_cache_hits",
-            "prefix_cache_queries",
+            "Share of prompt tokens found in host memory, 0 to 1.", "external_prefix_cache_hits", "prefix_cache_queries"
         ),
         "fastdeploy:prefix_cache_token_num": "prefix_cache_hits",
         "fastdeploy:prefix_gpu_cache_token_num": "prefix_cache_hits",
