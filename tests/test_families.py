@@ -153,7 +153,7 @@ def test_llama4_without_its_vision_tower(tmp_path: Path) -> None:
         wanted = model(torch.tensor([PROMPTS[2]])).logits[0, -1].argmax().item()
     (output,) = llm.generate([PROMPTS[2]], GREEDY, use_tqdm=False)
     assert output.outputs[0].token_ids[0] == wanted
-    with pytest.raises(PenstockError, match="images: this model does not support image input"):
+    with pytest.raises(PenstockError, match="images: this model sees none"):
         llm.chat([{"role": "user", "content": image}])
 
 
