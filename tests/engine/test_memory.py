@@ -20,7 +20,7 @@ def test_bytes_and_blocks_can_be_given() -> None:
     assert rounded.engine.scheduler.device_pool.total == 50 * (2 * 64) // (64 + 4), "a scale for 64 bytes"
     with pytest.raises(PenstockError, match="one KV block takes"):
         LLM(kv_cache_memory_bytes=A_BLOCK - 1)
-    with pytest.raises(PenstockError, match=r"kv_offloading_size: takes .* choose less"):
+    with pytest.raises(PenstockError, match=r"kv_offloading_size: takes .* lower it"):
         LLM(kv_offloading_size=0.8 * free_host_bytes() / 2**30)
 
 

@@ -449,7 +449,7 @@ def test_ranks_that_cannot_share_the_model_do_not_start(checkpoint: Path, tmp_pa
     with pytest.raises(PenstockError, match="is 4, more than the model's 3 layers"):
         LLM(checkpoint, pipeline_parallel_size=4, **OPTIONS)
     draft = {"model": str(checkpoint), "num_speculative_tokens": 2}
-    with pytest.raises(PenstockError, match="no draft model"):
+    with pytest.raises(PenstockError, match="only the method ngram"):
         LLM(checkpoint, pipeline_parallel_size=2, speculative_config=draft, **OPTIONS)
     with pytest.raises(PenstockError, match="several ranks need CPUs, or one GPU each on one machine"):
         LLM(checkpoint, tensor_parallel_size=2, device="meta", **OPTIONS)

@@ -151,12 +151,12 @@ def test_alignments_that_the_model_has_not_are_refused(
 ) -> None:
     audio = AudioInput(bytes(4 * 80 * 600), 80, 600, DecodingRules(eos=256))
     for heads, start, length, pooling, message in (
-        (((1, 0),), 1, 300, None, "pooling of the last one"),
-        (((1, 0),), 1, 300, PoolingParams(pooling_type="all"), "pooling of the last one"),
+        (((1, 0),), 1, 300, None, "requires the pooling type last"),
+        (((1, 0),), 1, 300, PoolingParams(pooling_type="all"), "requires the pooling type last"),
         ((), 1, 300, TOKEN_TIMES, "attention heads"),
         (((3, 0),), 1, 300, TOKEN_TIMES, "attention heads"),
         (((1, 0), (1, 2)), 1, 300, TOKEN_TIMES, "attention heads"),
-        (((1, 0),), 3, 300, TOKEN_TIMES, "the prompt does not have"),
+        (((1, 0),), 3, 300, TOKEN_TIMES, "does not start within the prompt"),
         (((1, 0),), 1, 301, TOKEN_TIMES, "hidden states"),
     ):
         asked = AudioInput(audio.features, 80, 600, audio.rules, alignment=Alignment(heads, start, length))
