@@ -46,7 +46,7 @@ class Shard:
 ComputeFn = Callable[[Tensor | None], Tensor]
 """Computes a rank's part of a gathered tensor; the argument is its destination, or None."""
 CombineFn = Callable[[Tensor, Shard], Tensor]
-"""Function from ``[tokens * rows_per_token, columns]`` to ``[tokens, columns]``, and the indices of these columns."""
+"""Function from ``[tokens * rows_per_token, columns]``, and the shard of these columns, to ``[tokens, columns]``."""
 
 
 class Group(ABC):
