@@ -318,7 +318,7 @@ template <class K, int R>
 PENSTOCK_NOINLINE void update_softmax(AttentionTile<K>& m, int at, float power) {
   const int64_t first = m.first + at;  // the rows from `at` of the rows in progress
   constexpr bool coarse = !std::is_same_v<K, UnquantizedKV<float>>;
-  auto whole = [&](int64_t row) {
+  auto all_visible = [&](int64_t row) {
     return m.begin >= m.rows.first_key[row] && m.begin + m.columns - 1 <= m.rows.last_key[row];
   };
   auto visible = [&](int64_t row, int64_t p) {
@@ -332,7 +332,7 @@ PENSTOCK_NOINLINE void update_softmax(AttentionTile<K>& m, int at, float power) 
     f32x16 maximum = broadcast(kNegInf);
     for (int64_t p = 0; p < m.columns; p += 16) {
       f32x16 masked = load(scores + p);
-      if (!whole(first + r)) store(scores + p, masked = select(visible(first + r, p), masked, broadcast(kNegInf)));
+      if (!all_visible(first + r)) store(scores + p, masked = select(visible(first + r, p), masked, broadcast(kNegInf)));
       maximum = max(maximum, masked);
     }
     row_max[r] = reduce_max(maximum);
@@ -360,7 +360,7 @@ PENSTOCK_NOINLINE void update_softmax(AttentionTile<K>& m, int at, float power) 
     f32x16 sums = {};
     if constexpr (K::kQuantized) {  // the largest weight of the span is about 255
       float row_scale = value_scale;
-      if (!whole(row)) {
+      if (!all_visible(row)) {
         row_scale = relative_scales(m.span.value_scales, m.columns, relative, [&](int64_t p) { return visible(row, p); });
         value_scale = -1.0f;
       } else if (value_scale < 0) {

@@ -94,8 +94,8 @@ void rotate_head_interleaved(const T* x, const float* cos, const float* sin, T* 
 
 // Rotates the halves of a head of at most `max_dim` elements against each other, or adjacent elements.
 template <int64_t max_dim, class T>
-inline void rotate_head(const T* x, const float* cos, const float* sin, T* out, int64_t half, bool neighbours) {
-  if (neighbours) return rotate_head_interleaved<max_dim>(x, cos, sin, out, half);
+inline void rotate_head(const T* x, const float* cos, const float* sin, T* out, int64_t half, bool interleaved) {
+  if (interleaved) return rotate_head_interleaved<max_dim>(x, cos, sin, out, half);
   const T *low = x, *high = x + half;
   for_each_16(half, [&](int64_t i, auto n) {
     f32x16 x = get(low + i, n), y = get(high + i, n), c = get(cos + i, n), s = get(sin + i, n);

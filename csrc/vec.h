@@ -201,8 +201,8 @@ inline f32x16 exp2(f32x16 x) {
 
 // e^x within 2 ulp; x is clamped to [-87.3, 87.3].
 inline f32x16 exp(f32x16 x) {
-  const f32x16 most = broadcast(87.3f), magic = broadcast(12582912.0f);  // adding it rounds to an integer
-  const f32x16 low = max(x, -most), clamped = select(low < most, low, most);
+  const f32x16 limit = broadcast(87.3f), magic = broadcast(12582912.0f);  // adding it rounds to an integer
+  const f32x16 low = max(x, -limit), clamped = select(low < limit, low, limit);
   const f32x16 n = fma(clamped, broadcast(1.44269504088896341f), magic) - magic;
   f32x16 r = fma(n, broadcast(-0.693359375f), clamped);  // log(2) in two parts
   r = fma(n, broadcast(2.12194440e-4f), r);

@@ -26,13 +26,10 @@ MIN_MAGNITUDE = 1e-4
 def search_scales(
     ops: Ops, weights: Sequence[Tensor], statistics: InputStatistics, producer: Producer, format: Format, threads: int
 ) -> Tensor:
-    """Search the scales that minimize the squared error of rounding, summed over the sampled tokens.
+    """Return the scales ``[outputs of the producer]`` with the least squared error of rounding over sampled tokens.
 
     Args:
         weights: matrices with the same input, ``[out, in]`` float32 each.
-
-    Returns:
-        The scales, ``[outputs of the producer]``.
     """
     weight = torch.cat(list(weights))
     samples = statistics.samples

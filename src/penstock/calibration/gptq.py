@@ -58,11 +58,7 @@ def factorize(hessian: Tensor, act_order: ActOrder, group_size: int) -> Factor:
 
 
 def _rounding_order(square_sums: Tensor, act_order: ActOrder, group_size: int) -> Tensor:
-    """Return the inputs in the order in which they are rounded, ``[in]``.
-
-    Args:
-        square_sums: sum of squares of each input's activations, ``[in]``.
-    """
+    """Return the order of rounding, ``[in]``, for the sum of squares of each input's activations, ``[in]``."""
     if act_order == "none":
         return torch.arange(len(square_sums))
     order = square_sums.argsort(descending=True, stable=True)

@@ -23,7 +23,6 @@ class Method:
     """A quantization method."""
 
     about: str
-    """Description for the help and the report."""
     scheme: Scheme
     """Default bits, group size and rotation. The format of sensitive matrices applies to rotated ones only."""
     file_format: FileFormat = "compressed-tensors"

@@ -100,16 +100,7 @@ def argmax(
 ) -> None: ...
 def sketch(sketch: Sketch, /) -> None: ...
 def argmax_by_sketch(
-    x: int,
-    quantized: int,
-    x_scales: int,
-    x_sums: int,
-    sketch: Sketch,
-    bitmask: int,
-    out: int,
-    values: int,
-    rows: int,
-    /,
+    x: int, x_int8: int, x_scales: int, x_sums: int, sketch: Sketch, bitmask: int, out: int, values: int, rows: int, /
 ) -> bool: ...
 def experts_linear(
     x: int,

@@ -37,12 +37,8 @@ def activation(x: Tensor, function: str, out: Tensor | None = None) -> Tensor:
 
 
 def activation_and_mul(gate_up: Tensor, function: str, out: Tensor | None = None) -> Tensor:
-    """Gated activation (SwiGLU, GEGLU; Shazeer, 2020): ``function(gate) * up``, or ``function(gate, up)`` for one of
-    ``GATES``; computed in float32.
-
-    Args:
-        gate_up: ``[..., 2 * size]``, gate then up. The result is ``[..., size]``.
-    """
+    """Gated activation (SwiGLU, GEGLU; Shazeer, 2020) of ``[..., 2 * size]``, gate then up: ``function(gate) * up``, or
+    ``function(gate, up)`` for one of ``GATES``, computed in float32; ``[..., size]``."""
     gate, up = gate_up.float().chunk(2, -1)
     gated = GATES[function](gate, up) if function in GATES else ACTIVATIONS[function](gate) * up
     result = gated.to(gate_up.dtype)

@@ -10,14 +10,12 @@ from penstock.checkpoint.experts_config import Routing
 
 
 def select_experts(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Select the ``top_k`` experts of each token. Ties go to the lower expert id.
+    """Select the experts of each token: ids ``[tokens, top_k]`` int64, best first (ties: lower id), and weights
+    ``[tokens, top_k]`` float32.
 
     Args:
         logits: ``[tokens, experts]`` float32.
         bias: ``[experts]`` float32, added to the scores to select groups and experts, but not in the weights.
-
-    Returns:
-        Expert ids ``[tokens, top_k]`` int64, best first, and their weights ``[tokens, top_k]`` float32.
     """
     scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
     biased = scores if bias is None else scores + bias
@@ -48,8 +46,7 @@ def count_experts(ids: Tensor, counts: Tensor, num_tokens: Tensor | None = None)
 
 
 def place_experts(ids: Tensor, places: Tensor) -> Tensor:
-    """Map logical to physical expert ids, ``[tokens, top_k]`` int64. Consecutive tokens use different replicas of an
-    expert.
+    """Map logical to physical expert ids, ``[tokens, top_k]`` int64. Tokens use the replicas of an expert round-robin.
 
     Args:
         ids: logical expert ids, ``[tokens, top_k]`` int64, from ``select_experts``.

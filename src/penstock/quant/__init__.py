@@ -1,6 +1,5 @@
-"""Quantized checkpoints: readers of each format, and the matrix classes that layers multiply by.
-
-``core/quantization.py`` defines ``Format`` and the values of ``quantization``."""
+"""Quantized checkpoints: readers of each format, and the matrix classes that layers multiply by. The formats themselves
+are defined in ``core/quantization.py``."""
 
 from .checkpoint_format import CheckpointFormat, TensorSource
 from .experts import ExpertMatrices

@@ -33,23 +33,15 @@ class CheckpointFormat(Protocol):
     """Log messages about settings of the checkpoint that are not applied."""
 
     def format_of(self, source: TensorSource, name: str) -> Format:
-        """Return a matrix's format; ``UNQUANTIZED`` if it is stored as a floating-point tensor ``<name>.weight``.
-
-        Uses only names and shapes of tensors.
-
-        Args:
-            name: name of the matrix, without ``.weight``.
-        """
+        """Return a matrix's format; ``UNQUANTIZED`` if it is stored as a floating-point tensor ``<name>.weight``. Uses
+        only names and shapes of tensors."""
         ...
 
     def read(
         self, source: TensorSource, name: str, outputs: int, inputs: int, rows: tuple[int, int]
     ) -> QuantizedWeight | Tensor:
-        """Read outputs ``rows[0]`` to ``rows[1]`` (exclusive) of a quantized matrix ``[outputs, inputs]``.
-
-        Returns:
-            The quantized weights; for 4-bit floating-point formats without kernels (nf4, fp4) the dequantized weights,
-            ``[rows, inputs]`` float32.
+        """Read outputs ``rows[0]`` to ``rows[1]`` (exclusive) of a quantized matrix ``[outputs, inputs]``. Weights in
+        formats without kernels (nf4, fp4) are dequantized, ``[rows, inputs]`` float32.
 
         Raises ``PenstockError`` (``invalid``) if tensors are missing, damaged, or have an unexpected shape or dtype.
         """

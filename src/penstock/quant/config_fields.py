@@ -73,8 +73,8 @@ def pattern(
     """
     plain = re.sub(r"\\.|\[[^]]*\]", "x", text)
     if len(re.findall(r"[*+{]", plain)) > max_repeats or re.search(r"\)[*+{]", plain):
-        problem = f"nested repetitions, or more than {max_repeats}"
-        raise PenstockError(Code.UNSUPPORTED, f"{where} has a regular expression with {problem}: {text!r:.80}", field)
+        message = f"{where} has a regular expression with nested repetitions, or more than {max_repeats}: {text!r:.80}"
+        raise PenstockError(Code.UNSUPPORTED, message, field)
     try:
         return re.compile(text)
     except (re.error, OverflowError, RecursionError) as error:

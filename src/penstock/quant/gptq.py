@@ -124,9 +124,9 @@ class GPTQ:
         if settings.symmetric and bool((zeros != 1 << (bits - 1)).any()):
             raise invalid("model", f"{name} has zero points, but config.json has sym: true")
         scales = read_tensor(source, f"{name}.scales", groups, outputs, dtypes=FLOATS)[:, first:end].T
-        zeros_or_none = None if settings.symmetric else zeros[:, first:end].T
+        zero_points = None if settings.symmetric else zeros[:, first:end].T
         order = self._order(source, name, inputs, settings)
-        return from_unsigned(values, zeros_or_none, scales, bits, settings.format, order)
+        return from_unsigned(values, zero_points, scales, bits, settings.format, order)
 
     def _order(self, source: TensorSource, name: str, inputs: int, settings: _Settings) -> Tensor | None:
         """Read the order of inputs (act-order); None: unpermuted."""

@@ -82,7 +82,7 @@ def choose(
         group: number of heads per KV head.
         dim: head size, rounded up to a power of two.
     """
-    odd = group & (group - 1)  # dividing rows by it takes a few more registers
+    odd = group & (group - 1)  # not a power of two: dividing rows by it takes a few more registers
     if item_bytes == 4:  # float32 is for tests: it has no matrix instructions
         return Variant(32, 64, 8, 1, 1, True)
     if dim > 128:

@@ -1,4 +1,4 @@
-"""Forward passes on the GPU: a batch is copied at once, and steps in which every sequence decodes replay CUDA graphs.
+"""Forward passes on the GPU: a batch is sent in one copy, and steps in which every sequence decodes replay CUDA graphs.
 
 A graph has a fixed number of sequences, so graphs of several sizes are captured, and a batch uses the next larger one.
 The padding has no query tokens, stores nothing in the KV cache, and does not change the bits of other rows, as all
@@ -38,7 +38,7 @@ MIN_BLOCK_SIZE = 16
 
 
 class Staging:
-    """Copies arrays to the GPU: packed in pinned memory, then copied at once, asynchronously."""
+    """Copies arrays to the GPU: packed in pinned memory, then sent in one asynchronous copy."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -137,7 +137,7 @@ class CapturedForward:
         return out
 
     def _to_device(self, batch: Batch) -> Batch:
-        """Copy a batch to the device at once. ``export_places`` stay in host memory, like the transfer buffer."""
+        """Copy a batch to the device in one copy. ``export_places`` stay in host memory, like the transfer buffer."""
         tensors = _tensors(batch)
         layout = Layout(tensors)
         for view, tensor in zip(layout.views(self._staging.reserve(layout.size)), tensors, strict=True):

@@ -38,7 +38,7 @@ class LayerCache:
     """``[blocks, vectors, kv_heads, block_size]`` float32 if the cache is quantized."""
     spec: KVSpec
     pool: Tensor
-    """``[blocks, bytes]`` uint8: a block contains all layers, one after the other, so that it is copied at once."""
+    """``[blocks, bytes]`` uint8: a block contains all layers, one after the other, so that it is one copy."""
 
 
 def new_kv_cache(specs: Sequence[KVSpec], blocks: int, device: torch.device) -> list[LayerCache]:
@@ -180,7 +180,7 @@ def rope_and_store(
 
 
 def copy_blocks(source: list[LayerCache], target: list[LayerCache], pairs: list[tuple[int, int]]) -> None:
-    """See ``reference.copy_blocks``. Caches are copied with all layers at once.
+    """See ``reference.copy_blocks``. All layers of a block are copied together.
 
     Copies are ordered on the current stream, and the caller need not wait for them. A separate stream would not help:
     the next step writes to the blocks that were copied out, and reads those that were copied in.

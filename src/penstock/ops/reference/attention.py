@@ -24,15 +24,13 @@ def rope_and_store(
     interleaved: bool = False,
 ) -> Tensor:
     """Apply norms (if given) and rotary embedding to queries and keys, and store keys and values in a layer's cache.
+    Returns the queries, ``[tokens, heads, head_dim]``.
 
     Args:
         q: ``[tokens, heads, head_dim]``. Rows of ``q``, ``k`` and ``v`` may be strided.
         k, v: ``[tokens, kv_heads, head_dim]``.
         positions, table, interleaved: see ``rope``.
         cache, slot_mapping: see ``store_kv``.
-
-    Returns:
-        The queries, ``[tokens, heads, head_dim]``.
     """
     if norms:
         q, k = rms_norm(q, norms.q_weight, norms.eps), rms_norm(k, norms.k_weight, norms.eps)

@@ -20,9 +20,8 @@ def pack_by_head(weight: Tensor) -> Tensor:
 
 
 def linear_by_head(x: Tensor, matrices: Tensor, out: Tensor | None = None) -> Tensor:
-    """Multiply each head by its matrix: ``[tokens, heads, in]`` to ``[tokens, heads, out]``.
-
-    Only the last dimension of ``x`` and ``out`` must be contiguous.
+    """Multiply each head by its matrix: ``[tokens, heads, in]`` to ``[tokens, heads, out]``. Only the last dimension of
+    ``x`` and ``out`` must be contiguous.
 
     Args:
         matrices: result of ``pack_by_head``.
@@ -47,8 +46,7 @@ def latent_rope_and_store(
 
     Args:
         q: ``[tokens, heads, rope_dim]``; only the last dimension must be contiguous.
-        k: ``[tokens, rope_dim]``; rows may be strided.
-        latent: ``[tokens, latent]``; rows may be strided.
+        k, latent: ``[tokens, rope_dim]`` and ``[tokens, latent]``; rows may be strided.
         positions, table, interleaved: see ``rope``.
         cache, slot_mapping: see ``store_kv``.
         out: where to write the queries, ``[tokens, heads, rope_dim]``; the last dimension must be contiguous.
@@ -65,8 +63,7 @@ def latent_attention(q: Tensor, cache: Tensor, metadata: AttentionMetadata, scal
 
     Args:
         q: ``[tokens, heads, head_dim]``.
-        metadata: see ``attention``.
-        scale: see ``AttentionOptions.scale``.
+        metadata, scale: see ``attention`` and ``AttentionOptions``.
     """
     whole = attention(q, cache.expand(2, *cache.shape[1:]), metadata, AttentionOptions(scale))
     return whole.view(q.shape)[..., :latent]
