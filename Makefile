@@ -1,4 +1,4 @@
-# `make serve` and `make test` each build what they need in .venv; a second run starts at once.
+# `make serve` and `make test` set up .venv on their first run.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -10,20 +10,19 @@ export Q ?= What is the capital of Canada?
 serve: .venv/ready
 	@exec $(BIN)/penstock serve $(ARGS)
 
-# Lint runs beside the tests, and says what it has to say after them. tests/install/test_installed.py is the wheel in a clean environment; what
-# could not be tried is listed. A recipe that names $(MAKE) would also
-# run where make is only asked what it would do, as that test does.
+# Lint runs in parallel with the tests; its output is printed after them, and skipped tests are listed. The recipe calls make instead
+# of $(MAKE), since make would run a recipe with $(MAKE) even with --dry-run, which tests/install uses.
 test: .venv/tools
-	@said=$$(mktemp); trap 'rm -f "$$said"' EXIT; \
-	make --no-print-directory lint >"$$said" 2>&1 & lint=$$!; \
+	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT; \
+	make --no-print-directory lint >"$$log" 2>&1 & lint=$$!; \
 	$(BIN)/python -m pytest -rs --numprocesses 6 --dist loadfile tests; tests=$$?; \
-	wait $$lint; lint=$$?; cat "$$said"; [ $$tests = 0 ] && [ $$lint = 0 ]
+	wait $$lint; lint=$$?; cat "$$log"; [ $$tests = 0 ] && [ $$lint = 0 ]
 
-# That wheel alone.
+# Tests of the wheel only.
 test-install: .venv/tools
 	$(BIN)/python -m pytest -rs tests/install/test_installed.py
 
-# What takes minutes to hours: the tests that `make test` leaves out, and drawn schedules and requests in large numbers.
+# Tests that take minutes to hours: those that `make test` skips, and large numbers of random schedules and requests.
 thorough: .venv/tools executors exactness fuzz
 	$(BIN)/python -m pytest -m thorough tests
 	PENSTOCK_TOGETHER_HEAPS=2000 $(BIN)/python -m pytest tests/engine/test_together.py
@@ -38,15 +37,15 @@ thorough: .venv/tools executors exactness fuzz
 	PENSTOCK_QUESTIONS=2 $(BIN)/python -m pytest tests/engine/test_llm.py
 	PENSTOCK_BROKEN_CHECKPOINTS=400 $(BIN)/python -m pytest tests/models/test_broken_checkpoints.py
 
-# The engine's tests over worker processes, which make test runs within the engine's own process.
+# The engine's tests with worker processes; `make test` runs them with workers in the engine's process.
 OVER_EXECUTORS := async_llm embed engine engine_process exactness guided llm logprobs lora memory models search \
 	several_models speculation storm thoughts together
 executors: .venv/tools
 	PENSTOCK_DISTRIBUTED_EXECUTOR_BACKEND=mp $(BIN)/python -m pytest -rs --numprocesses 2 --dist loadfile \
 		$(OVER_EXECUTORS:%=tests/*/test_%.py)
 
-# Contract 2 under every instruction set that the machine has, longest under the one that it takes: in portions of 1,000 schedules,
-# `make -j2 exactness` draws two at a time. What a portion found stays in build/exactness/, and is drawn again once code has changed.
+# Contract 2 with every instruction set of the machine, with most schedules for the default one: in portions of 1,000 random schedules;
+# `make -j2 exactness` runs two at a time. Results are in build/exactness/; portions are repeated after code changes.
 exactness: .venv/tools $(foreach portion,1 2 3 4 5 6 7 8 9 10,build/exactness/$(portion).txt)
 	for set in $$($(BIN)/python -c 'from penstock.ops import _kernels; print(*_kernels.available())'); do \
 		PENSTOCK_ISA=$$set PENSTOCK_EXACTNESS_SCHEDULES=500 $(BIN)/python -m pytest -s tests/engine/test_exactness.py || exit 1; \
@@ -58,8 +57,8 @@ build/exactness/%.txt: $(shell find src csrc tests/engine/test_exactness.py -nam
 		|| { cat $@.drawn; exit 1; }
 	mv $@.drawn $@; grep ^portion $@
 
-# 100,000 mutated requests over HTTP, and 20,000 over gRPC, in portions, each of a server and a seed of its own, with a progress bar.
-# What a portion found stays in build/fuzz/, so that an interrupted run goes on, and is drawn again once code has changed.
+# 100,000 mutated requests over HTTP, and 20,000 over gRPC, in portions with separate servers and seeds, with a progress bar.
+# Results are in build/fuzz/, so that an interrupted run resumes; portions are repeated after code changes.
 fuzz: .venv/tools $(foreach portion,1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20,build/fuzz/$(portion).txt)
 	@grep -h requests build/fuzz/*.txt
 
@@ -83,18 +82,19 @@ reliability-pd: .venv/tools
 	$(BIN)/python benchmarks/reliability_pd.py
 
 lint: .venv/tools
+	$(BIN)/python scripts/check_language.py
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/clang-format --dry-run -Werror csrc/*.h csrc/*.cc
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The documents as a site, in build/site, where they have no warning; and shown while they are written, at http://localhost:8000
+# Documentation site in build/site; fails on warnings. docs-serve serves it at http://localhost:8000 and updates it on changes
 # (make docs-serve ARGS="--dev-addr localhost:9000").
 docs: .venv/docs
 	$(BIN)/python scripts/docs build
 
-# The same among the versions in build/versions, which is what a host serves: make docs-version VERSION=1.2
+# Adds the site as a version to build/versions, the folder to host: make docs-version VERSION=1.2
 docs-version: .venv/docs
 	$(BIN)/python scripts/docs build --version $(VERSION)
 
@@ -107,15 +107,15 @@ ask: .venv/ready
 train: .venv/tools
 	$(BIN)/python examples/demo_model/train.py all --out build
 
-# The exact torch release is named so that a CPU machine takes its CPU build where one is at hand.
-# Kernels are compiled in build/, which stays, so that a change compiles what it must: for what this machine runs, which is
-# enough to serve, and for every instruction set once there are tests to run.
+# The exact torch release selects its CPU build on a CPU machine, if one is available.
+# Kernels are compiled in build/, which is kept for incremental builds: for this machine's instruction set to serve, and for all
+# instruction sets to run tests.
 .venv/ready: pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 	$(PYTHON) -m venv .venv
 	$(PIP) torch==2.13.0
 	$(PIP) 'nanobind>=2.4' 'scikit-build-core>=1.0' $$(for tool in cmake ninja; do command -v $$tool >/dev/null || echo $$tool; done)
 	PENSTOCK_SETS=$${PENSTOCK_SETS:-native} $(PIP) --no-build-isolation --editable .
-	@$(BIN)/python -c 'import penstock.ops._kernels' || echo 'penstock has no CPU kernels: is there a C++ compiler (apt install g++)?'
+	@$(BIN)/python -c 'import penstock.ops._kernels' || echo 'penstock has no CPU kernels: install a C++ compiler (apt install g++)'
 	touch $@
 
 .venv/tools: .venv/ready

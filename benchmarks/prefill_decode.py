@@ -193,10 +193,10 @@ def first_token(url: str, tokens: list[int]) -> float:
 
 def token_times(url: str, tokens: list[int], max_tokens: int) -> Iterator[float]:
     """Time from the request to each token in seconds."""
-    asked = {"prompt": tokens, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, "stream": True}
-    asked["allowed_token_ids"] = OUTPUT_TOKENS
+    body = {"prompt": tokens, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, "stream": True}
+    body["allowed_token_ids"] = OUTPUT_TOKENS
     begun = time.perf_counter()
-    with post(f"{url}/v1/completions", asked) as lines:
+    with post(f"{url}/v1/completions", body) as lines:
         for line in lines:
             if line.startswith(b"data: {"):
                 yield time.perf_counter() - begun

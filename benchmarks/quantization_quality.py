@@ -248,11 +248,11 @@ def compare(expected: Iterator[Tensor], found: Iterator[Tensor], texts: Sequence
 def share_right(variant: Variant, count: int) -> float:
     """Share of held-out questions that ``penstock serve`` answers correctly."""
     drawn = [c for conversations in evaluate.held_out(count, 0).values() for c in conversations]
-    asked = [c for c in drawn if c.check is not evaluate.Check.FREE]
+    questions = [c for c in drawn if c.check is not evaluate.Check.FREE]
     flags = ["--quantization", variant.quantization, "--kv-cache-dtype", variant.kv_cache_dtype]
     with Served("--model", str(variant.path), *flags) as server:
-        given = evaluate.Remote(f"{server.root}/v1", None).ask(asked)
-    return sum(map(evaluate.is_right, given, asked)) / len(asked)
+        given = evaluate.Remote(f"{server.root}/v1", None).ask(questions)
+    return sum(map(evaluate.is_right, given, questions)) / len(questions)
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:

@@ -24,21 +24,21 @@ from tqdm import tqdm
 COLUMNS = (Outcome.RIGHT, Outcome.LEFT, Outcome.REFUSED, Outcome.FAILED, Outcome.BROKEN, Outcome.WRONG, Outcome.LOST)
 Scenario = Callable[[list[Question]], Coroutine[Any, Any, Tally]]
 SCENARIOS: dict[str, Scenario] = {
-    "clients disconnect during the answer": lambda asked: storm.leaving(asked, 1000),
-    "slow readers, and one that never reads": lambda asked: storm.reading(asked, slow=16, silent=2, others=200),
-    "1,000 connections at once, a queue for all": lambda asked: storm.connections(asked, 1000, "--max-waiting", "1000"),
-    "1,000 connections at once, a queue of 256": lambda asked: storm.connections(asked, 1000),
-    "more requests than the queue holds": lambda asked: storm.overload(asked, 400),
-    "kill -9 of the engine": lambda asked: storm.engine_killed(asked, 200),
-    "greedy clients": lambda asked: storm.greedy(asked, 24),
-    "10,000 pipelined requests": lambda asked: storm.pipelined(asked, 10_000),
-    "SIGSTOP of the engine": lambda asked: storm.engine_hung(asked, 200),
-    "kill -9 of an API process, one of two": lambda asked: storm.api_killed(asked, 200),
-    "SIGSTOP of an API process": lambda asked: storm.api_held_up(asked, 200),
-    "SIGTERM": lambda asked: storm.drained(asked, 200),
-    "SIGTERM with 0.2 s to drain": lambda asked: storm.cut_short(asked, 200),
-    "kill -9 of the engine, three times": lambda asked: storm.given_up(asked, 50),
-    "kill -9 of the server": lambda asked: storm.orphaned(asked, 50),
+    "clients disconnect during the answer": lambda q: storm.leaving(q, 1000),
+    "slow readers, and one that never reads": lambda q: storm.reading(q, slow=16, silent=2, others=200),
+    "1,000 connections at once, a queue for all": lambda q: storm.connections(q, 1000, "--max-waiting", "1000"),
+    "1,000 connections at once, a queue of 256": lambda q: storm.connections(q, 1000),
+    "more requests than the queue holds": lambda q: storm.overload(q, 400),
+    "kill -9 of the engine": lambda q: storm.engine_killed(q, 200),
+    "greedy clients": lambda q: storm.greedy(q, 24),
+    "10,000 pipelined requests": lambda q: storm.pipelined(q, 10_000),
+    "SIGSTOP of the engine": lambda q: storm.engine_hung(q, 200),
+    "kill -9 of an API process, one of two": lambda q: storm.api_killed(q, 200),
+    "SIGSTOP of an API process": lambda q: storm.api_held_up(q, 200),
+    "SIGTERM": lambda q: storm.drained(q, 200),
+    "SIGTERM with 0.2 s to drain": lambda q: storm.cut_short(q, 200),
+    "kill -9 of the engine, three times": lambda q: storm.given_up(q, 50),
+    "kill -9 of the server": lambda q: storm.orphaned(q, 50),
 }
 
 

@@ -1,4 +1,4 @@
-"""The build backend: scikit-build-core's, with the commit in what it makes of a checkout: ``penstock/COMMIT``."""
+"""Build backend: scikit-build-core, plus a file ``penstock/COMMIT`` with the commit of the checkout."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata
 
 @contextmanager
 def _commit_written() -> Iterator[None]:
-    """Have the file meanwhile. An sdist has it already."""
+    """Context with the file ``COMMIT`` in a checkout. A source distribution already has it."""
     commit = _head() if Path(".git").exists() else ""
     if commit:
         COMMIT.write_text(commit + "\n")
@@ -56,7 +56,7 @@ def _commit_written() -> Iterator[None]:
 
 
 def _head() -> str:
-    """The commit of this checkout, with ``-dirty`` where files differ from it; empty without git."""
+    """Commit of this checkout, with the suffix ``-dirty`` if files are modified; empty without git."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,7 +1,7 @@
-"""The drawings of docs/architecture.md, as SVG: ``python scripts/docs drawings`` writes them to docs/architecture/.
+"""Drawings of docs/architecture.md as SVG: ``python scripts/docs drawings`` writes them to docs/architecture/.
 
-The packages are those of import-linter's layers in pyproject.toml, the other drawings are described below: boxes on a
-grid, and arrows between their edges.
+The drawing of packages is generated from import-linter's layers in pyproject.toml. The other drawings are defined here:
+boxes on a grid, and arrows between their edges.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pages import ROOT, write_file
 
 FOLDER = ROOT / "docs/architecture"
 UNIT = 20
-"""Pixels of the grid."""
+"""Grid spacing in pixels."""
 LINE = 17
-"""Pixels between two lines of text."""
+"""Line spacing of text in pixels."""
 STYLE = """\
 svg { font: 13px system-ui, sans-serif; }
 rect { fill: #f6f8fa; stroke: #57606a; }
@@ -55,11 +55,11 @@ CONTENTS = {
     "demo": "built-in model",
     "version": "",
 }
-"""What is in each package."""
+"""Contents of each package."""
 
 
 class Box(NamedTuple):
-    """A box; places and sizes in units of the grid."""
+    """Box; positions and sizes in grid units."""
 
     x: float
     y: float
@@ -68,31 +68,31 @@ class Box(NamedTuple):
     title: str
     lines: tuple[str, ...] = ()
     kind: str = ""
-    """Its class: strong, store, group (with its title at the top left), or nothing."""
+    """CSS class: strong, store, group (title at the top left), or empty."""
 
 
 class Arrow(NamedTuple):
-    """An arrow from point to point, each ``(x, y)`` in units of the grid, with a label at its middle."""
+    """Arrow along points ``(x, y)`` in grid units, with a label in the middle."""
 
     points: tuple[tuple[float, float], ...]
     label: str = ""
     both: bool = False
-    """Whether it has two heads."""
+    """True for an arrow with two heads."""
     shift: tuple[float, float] = (0, 0)
-    """Of the label."""
+    """Offset of the label."""
 
 
 class Drawing(NamedTuple):
     width: float
     height: float
     about: str
-    """For who does not see it."""
+    """Text alternative."""
     boxes: tuple[Box, ...]
     arrows: tuple[Arrow, ...] = ()
 
 
 def drawings() -> dict[str, str]:
-    """The SVG of each drawing, by the name of its file."""
+    """SVG of each drawing by file name."""
     found = {"packages": _packages(), "processes": PROCESSES, "step": STEP, "prefill_decode": PREFILL_DECODE}
     return {f"{name}.svg": _svg(drawing) for name, drawing in found.items()}
 
@@ -103,27 +103,27 @@ def write_drawings() -> None:
 
 
 def layers() -> list[list[str]]:
-    """The packages of each floor, the highest first."""
+    """Packages of each layer, the highest first."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    floors = next(one["layers"] for one in contracts if one.get("containers") == ["penstock"])
-    return [[name.strip() for name in floor.split("|")] for floor in floors]
+    found = next(one["layers"] for one in contracts if one.get("containers") == ["penstock"])
+    return [[name.strip() for name in layer.split("|")] for layer in found]
 
 
 def _packages() -> Drawing:
     boxes, y = [], 0.5
-    floors = layers()
-    for floor in floors:
-        width = 42 / len(floor)
-        for i, name in enumerate(floor):
+    all_layers = layers()
+    for layer in all_layers:
+        width = 42 / len(layer)
+        for i, name in enumerate(layer):
             kind = "strong" if name == "engine" else ""
             lines = (CONTENTS[name],) if CONTENTS[name] else ()
             boxes.append(Box(0.5 + i * width, y, width - 0.4, 2.2, name, lines, kind))
         y += 2.6
-    boxes.append(Box(0.5, y, 20.6, 2.2, "csrc/", ("C++ kernels, for each instruction set",)))
-    height = len(floors) * 2.6
+    boxes.append(Box(0.5, y, 20.6, 2.2, "csrc/", ("C++ kernels per instruction set",)))
+    height = len(all_layers) * 2.6
     arrow = Arrow(((43.3, 0.5), (43.3, height)), "imports", shift=(1.8, 0))
-    about = "Packages by floors: a package imports only from floors below its own. From above: " + "; ".join(
-        ", ".join(floor) for floor in floors
+    about = "Packages by layer: a package imports only from lower layers. From top to bottom: " + "; ".join(
+        ", ".join(layer) for layer in all_layers
     )
     return Drawing(48, y + 2.8, about, tuple(boxes), (arrow,))
 
@@ -131,10 +131,10 @@ def _packages() -> Drawing:
 PROCESSES = Drawing(
     50,
     23.5,
-    "A supervisor starts and watches API processes and an engine process per model; clients talk to API processes, "
-    "these to the engine over ZeroMQ, and the engine to rank processes over rings in shared memory.",
+    "A supervisor starts and monitors API processes and one engine process per model. Clients use API processes, "
+    "which connect to the engine over ZeroMQ; the engine communicates with rank processes over rings in shared memory.",
     (
-        Box(14, 0.5, 21, 3, "supervisor", ("opens the ports; starts, watches, restarts",)),
+        Box(14, 0.5, 21, 3, "supervisor", ("opens ports; starts, monitors, restarts",)),
         Box(0.5, 8.5, 6.5, 5, "clients", ("HTTP", "gRPC")),
         Box(11, 6.5, 12, 9.5, "API processes", (), "group"),
         Box(
@@ -151,13 +151,13 @@ PROCESSES = Drawing(
             10,
             9.5,
             "engine process",
-            ("scheduler", "KV cache manager", "prefix cache", "grammars", "knows no text"),
+            ("scheduler", "KV cache manager", "prefix cache", "grammars", "no text processing"),
             "strong",
         ),
         Box(40, 5.5, 9, 11.5, "worker processes", (), "group"),
         Box(41, 7, 7, 3.5, "rank 0", ("model, sampler",), "strong"),
         Box(41, 12.5, 7, 3.5, "rank N", ("model, sampler",), "strong"),
-        Box(11, 19, 12, 3.6, "storage", ("SQLite or another database,", "a folder of files"), "store"),
+        Box(11, 19, 12, 3.6, "storage", ("SQLite or another database,", "folder of files"), "store"),
         Box(39, 19, 10.5, 3.6, "weight cache", ("packed weights, mapped",), "store"),
     ),
     (
@@ -175,8 +175,8 @@ PROCESSES = Drawing(
 STEP = Drawing(
     48,
     21,
-    "One step: the scheduler plans which sequences compute how many tokens in which KV blocks, workers compute and "
-    "sample, the scheduler appends the tokens, and deltas go to the clients; steps follow each other.",
+    "One step: the scheduler plans the tokens and KV blocks of each sequence, workers compute and sample, the "
+    "scheduler appends the tokens, and deltas are sent to the clients; then the next step follows.",
     (
         Box(0.5, 1, 10, 4, "requests", ("EngineRequest: token ids,", "SamplingParams")),
         Box(0.5, 8, 10, 4, "WaitingQueue", ("new and preempted", "sequences")),
@@ -186,10 +186,10 @@ STEP = Drawing(
             14,
             5,
             "Scheduler.schedule",
-            ("a token budget for prefill,", "decode and drafts alike;", "blocks of KVCacheManager"),
+            ("one token budget for prefill,", "decode and drafts;", "blocks of KVCacheManager"),
             "strong",
         ),
-        Box(33.5, 1, 14, 5, "StepBuilder.build", ("Plan ─► StepInput:", "only what is new"), ""),
+        Box(33.5, 1, 14, 5, "StepBuilder.build", ("Plan ─► StepInput:", "only changes"), ""),
         Box(
             33.5,
             9,
@@ -199,7 +199,7 @@ STEP = Drawing(
             ("InputBatch: a flat batch", "ModelRunner: layers, ops", "Sampler, accepted drafts"),
             "strong",
         ),
-        Box(15, 9, 14, 5.5, "Scheduler.update", ("appends tokens; ended", "sequences free their", "blocks"), "strong"),
+        Box(15, 9, 14, 5.5, "Scheduler.update", ("appends tokens, frees", "blocks of finished", "sequences"), "strong"),
         Box(0.5, 16, 10, 4, "clients", ("TokenDelta: ids,", "logprobs, reason")),
         Box(15, 17, 14, 3, "block pool, prefix cache", ("counts references, evicts",), "store"),
     ),
@@ -217,12 +217,18 @@ STEP = Drawing(
 PREFILL_DECODE = Drawing(
     47,
     17.5,
-    "Clients ask a router, which has no model; it sends each request to a decode instance and names prefill instances; "
-    "the decode engine pulls keys and values of the prompt from a prefill engine.",
+    "Clients send requests to a router, which has no model. It sends each request to a decode instance with a list of "
+    "prefill instances; the decode engine pulls the KV cache of the prompt from a prefill engine.",
     (
         Box(0.5, 6.5, 6.5, 4, "clients"),
         Box(
-            11, 5.5, 11, 6, "router", ("API processes, EnginePool;", "chooses by load, room", "and cached prefixes"), ""
+            11,
+            5.5,
+            11,
+            6,
+            "router",
+            ("API processes, EnginePool;", "chooses by load, room", "and cached prefixes"),
+            "",
         ),
         Box(
             30,
@@ -230,7 +236,7 @@ PREFILL_DECODE = Drawing(
             16,
             5.5,
             "decode instance",
-            ("KVImports: blocks first,", "then pull; else it computes", "the prompt itself"),
+            ("KVImports: allocate, pull;", "or compute the prompt", "locally"),
             "strong",
         ),
         Box(
@@ -239,7 +245,7 @@ PREFILL_DECODE = Drawing(
             16,
             5.5,
             "prefill instance",
-            ("KVExports: layers go to the", "transfer buffer as they", "are computed"),
+            ("KVExports: copies layers to", "the transfer buffer as they", "are computed"),
             "strong",
         ),
     ),
@@ -248,7 +254,7 @@ PREFILL_DECODE = Drawing(
         Arrow(((22, 7), (26, 7), (26, 3.2), (30, 3.2)), "requests, tokens", both=True, shift=(-3.2, -2.3)),
         Arrow(((22, 10), (26, 10), (26, 14.2), (30, 14.2)), "statistics", shift=(-2.4, 2.3)),
         Arrow(((38, 6), (38, 11.5)), "Start: a prompt", shift=(-3.6, 0)),
-        Arrow(((40, 11.5), (40, 6)), "keys and values", shift=(3.6, 0)),
+        Arrow(((40, 11.5), (40, 6)), "KV cache", shift=(2.6, 0)),
     ),
 )
 

@@ -1,4 +1,4 @@
-"""The page of all options, from ``penstock.config.settings``."""
+"""Reference page of all options, from ``penstock.config.settings``."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any
 from penstock.config.settings import Setting, settings
 
 SECTIONS = {
-    "engine": ("Engine", "The model, its device and precision, the KV cache, the scheduler, and who computes what."),
-    "model": ("Model", "Text and requests of a model: tokenizer, templates, parsers, defaults of requests."),
-    "server": ("Server", "Addresses, limits, keys, and what is served."),
-    "log": ("Log", "What is written where."),
+    "engine": ("Engine", "Model, device, precision, KV cache, scheduler, and parallelism."),
+    "model": ("Model", "Tokenizer, chat templates, parsers, media, and defaults of requests."),
+    "server": ("Server", "Addresses, limits, API keys, and served models."),
+    "log": ("Log", "Log levels, formats and files."),
 }
 
 
 def options_page() -> str:
-    """Markdown: a table of each section's options."""
+    """Markdown page with a table of options per section."""
     known = settings()
     parts = [
         "# Options\n\n"
-        f"All {len(known)} options of `penstock serve`, with the defaults of this version. An option `max_num_seqs`\n"
+        f"All {len(known)} options of `penstock serve`, with the defaults of this version. The option `max_num_seqs`\n"
         "is `--max-num-seqs` on the command line, `PENSTOCK_MAX_NUM_SEQS` in the environment, and `max_num_seqs` in\n"
-        "the file of `--config`; the former override the latter. `LLM` and `AsyncLLM` take those of engine and model\n"
-        "as arguments. `penstock config` shows each value and where it comes from; `--compat` takes the names of\n"
-        "[other systems](../dialects.md)."
+        "the file of `--config`, in order of precedence. `LLM` and `AsyncLLM` take the options of the engine and the\n"
+        "model as arguments. `penstock config` shows all values and their sources; `--compat` accepts the option\n"
+        "names of [other systems](../dialects.md)."
     ]
     for section, (title, about) in SECTIONS.items():
         rows = [_row(setting) for setting in known.values() if setting.section == section]
@@ -49,7 +49,7 @@ def _default(setting: Setting) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Text of a table's cell, in which Markdown means nothing."""
+    """Escape Markdown in a table cell."""
     for character in "\\|<*_[":
         text = text.replace(character, f"\\{character}")
     return text

@@ -1,4 +1,4 @@
-"""The page of all HTTP routes, from the OpenAPI document."""
+"""Reference page of all HTTP routes, from the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import httpx2
 Schema = dict[str, Any]
 FAMILIES = {
     "/v1/messages": "Anthropic",
-    "/v1/": "OpenAI, and what vLLM and others add to it",
+    "/v1/": "OpenAI, with extensions of vLLM and others",
     "/v2": "KServe v2, Triton, TensorRT-LLM",
     "/api/": "Ollama",
     "": "Others: vLLM, SGLang, llama-server, TGI, Cohere, PaddleNLP, FastDeploy, BladeLLM, health, metrics",
 }
-"""Headings of routes by how their path begins; the first that fits."""
+"""Headings of routes by path prefix; the first match is used."""
 
 
 def openapi_document() -> Schema:
-    """That of a server with every option on that adds routes."""
+    """OpenAPI document of a server with all options that add routes."""
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # metrics are counted there
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # folder of metrics
         return asyncio.run(_get_document(folder))
 
 
@@ -55,7 +55,7 @@ async def _get_document(folder: str) -> Schema:
 
 
 def routes_page() -> str:
-    """Markdown: a table of routes for each family, then the fields of each request."""
+    """Markdown page with a table of routes per API, and the fields of each request."""
     document = openapi_document()
     tables: dict[str, list[str]] = {title: [] for title in FAMILIES.values()}
     bodies: set[str] = set()
@@ -67,9 +67,9 @@ def routes_page() -> str:
             tables[title].append(f"| {method.upper()} | `{path}` | {_cell(operation['summary'])} | {_linked(body)} |")
     parts = [
         "# HTTP routes\n\n"
-        "A server lists its own at `/openapi.json`, with the schemas of requests and answers. Here is what a server\n"
-        "offers with `--allow-runtime-lora-updating`, `--server-dev-mode`, `--storage-dir` and `--role router`, and\n"
-        "the fields of each request. [Dialects](../dialects.md) says which systems they are of."
+        "A server lists its routes at `/openapi.json`, with the schemas of requests and responses. These are those\n"
+        "of a server with `--allow-runtime-lora-updating`, `--server-dev-mode`, `--storage-dir` and `--role router`,\n"
+        "and the fields of each request. [Dialects](../dialects.md) describes the systems that they belong to."
     ]
     head = "| method | path | meaning | request |\n|---|---|---|---|\n"
     parts += [f"## {title}\n\n{head}" + "\n".join(sorted(rows)) for title, rows in tables.items()]
@@ -80,7 +80,7 @@ def routes_page() -> str:
 
 
 def _body(operation: Schema) -> str:
-    """Name of the schema of an operation's request; empty where it has none."""
+    """Name of the schema of an operation's request; empty if it has none."""
     content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
     return str(content.get("schema", {}).get("$ref", "")).rpartition("/")[2]
 
@@ -96,7 +96,7 @@ def _fields(name: str, schema: Schema) -> str:
 
 
 def _type(schema: Schema) -> str:
-    """A schema in a few words."""
+    """Short description of a schema."""
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(_type(one) for one in schema["anyOf"]))
     if "$ref" in schema:
@@ -109,7 +109,7 @@ def _type(schema: Schema) -> str:
 
 
 def _linked(body: str) -> str:
-    """A link to a schema's fields, at the anchor of its heading."""
+    """Link to the heading of a schema's fields."""
     return f"[{body}](#{body.lower().replace('.', '')})" if body else ""
 
 

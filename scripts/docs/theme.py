@@ -1,6 +1,6 @@
-"""What the site adds to Zensical's theme: a switch between the languages of a page, and a note in older versions.
+"""Additions to Zensical's theme: a language switch for pages, and a note in older versions.
 
-The generator expects a site for each language; here a page of docs/zh/ translates that at its place in docs/.
+The generator expects one site per language; here, a page in docs/zh/ translates the page with the same path in docs/.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pages import BUILT, ROOT, write_file
 
 THEME = ROOT / "build/theme"
 CHINESE = "zh/"
-"""Where the addresses of Chinese pages begin."""
+"""URL prefix of Chinese pages."""
 LANGUAGE = """\
 {% set address = page.url if page else "" %}
 {% import "partials/languages/" ~ ("zh" if address is startingwith "zh/" else "en") ~ ".html" as lang %}
@@ -33,23 +33,23 @@ MAIN = """\
   {% if page and page.url is startingwith "zh/" %}
     这是旧版本的文档；最新版本可在页眉中选择。
   {% else %}
-    This is the documentation of an older version; the header has the latest one.
+    This is the documentation of an older version. Select the latest one in the header.
   {% endif %}
 {% endblock %}
 """
 
 
 def write_theme() -> None:
-    """Write the templates, once all pages are written."""
+    """Write the templates; call it after all pages are written."""
     chinese = sorted(path.relative_to(BUILT / CHINESE).as_posix() for path in (BUILT / CHINESE).rglob("*.md"))
     if missing := [name for name in chinese if not (BUILT / name).exists()]:
-        raise SystemExit(f"docs/zh/{missing[0]} has no page in docs that it translates, to which the switch would lead")
+        raise SystemExit(f"docs/zh/{missing[0]} has no corresponding page in docs, which the language switch links to")
     addresses = [name.removesuffix(".md").removesuffix("index").rstrip("/") for name in chinese]
     translated = [f"{address}/" if address else "" for address in addresses]
     for name, text in (
         ("partials/language.html", LANGUAGE),
         ("partials/alternate.html", SWITCH % json.dumps(translated)),
         ("main.html", MAIN),
-        ("partials/javascripts/outdated.html", ""),  # which fails without an absolute address; the bundle does the same
+        ("partials/javascripts/outdated.html", ""),  # fails without an absolute URL; the bundle does the same
     ):
         write_file(THEME / name, text)

@@ -1,5 +1,5 @@
-"""The site's versions, laid out as mike does, for which Zensical's theme has a selector: a folder each, ``latest``, and
-``versions.json`` beside them."""
+"""Versions of the site in mike's layout, which the version selector of Zensical's theme supports: a folder per version,
+``latest``, and ``versions.json``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ REDIRECT = """\
 
 
 def add_version(site: Path, folder: Path, version: str) -> None:
-    """Put a site among others, in place of one of the same version. ``latest`` becomes the newest one.
+    """Add a version, or replace it. ``latest`` becomes the newest version.
 
     Args:
-        site: a site that was built.
-        folder: of all versions; made where it is not there.
-        version: such as 1.2. Raises ``SystemExit`` for another form.
+        site: folder of the built site.
+        folder: folder of all versions; created if missing.
+        version: version such as 1.2; raises ``SystemExit`` if it is malformed.
     """
     if not re.fullmatch(r"\d+(\.\d+)+", version):
         raise SystemExit(f"{version!r} is not a version such as 1.2")

@@ -279,7 +279,7 @@ def test_of_a_model_on_the_hub_only_its_configuration_is_fetched(
     ("arguments", "words"),
     [
         (["--model", "."], "has no config.json"),
-        (["--model", "/nowhere"], "there is no /nowhere"),
+        (["--model", "/nowhere"], "/nowhere does not exist"),
         (["--input-len", "0"], "input_len: must be above 0"),
         (["--gpu-memory", "0.001"], "its weights leave"),
         (["--max-model-length", "5"], "did you mean --max-model-len?"),

@@ -999,7 +999,7 @@ def test_a_port_in_use() -> None:
 
 
 def test_a_model_that_is_not_there() -> None:
-    assert "there is no /nowhere" in refused("/nowhere")
+    assert "/nowhere does not exist" in refused("/nowhere")
 
 
 def test_an_unknown_name_in_a_file(tmp_path: Path) -> None:

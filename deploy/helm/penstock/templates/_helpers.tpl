@@ -14,7 +14,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end }}
 
-{{- /* The roles of this release, each with its replicas and resources. */ -}}
+{{- /* Roles of this release, with replicas and resources. */ -}}
 {{- define "penstock.roles" -}}
 {{- if .Values.prefillDecode.enabled }}
 {{- range $role := list "router" "prefill" "decode" }}
@@ -34,7 +34,7 @@ mixed:
 {{ include "penstock.name" .root }}{{ if ne .role "mixed" }}-{{ .role }}{{ end }}
 {{- end }}
 
-{{- /* The role that answers clients. */ -}}
+{{- /* Role that serves clients. */ -}}
 {{- define "penstock.front" -}}
 {{ ternary "router" "mixed" .Values.prefillDecode.enabled }}
 {{- end }}

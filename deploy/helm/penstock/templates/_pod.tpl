@@ -1,4 +1,4 @@
-{{- /* The specification of a pod: of root, role and resources. */ -}}
+{{- /* Pod specification; arguments: root, role and resources. */ -}}
 {{- define "penstock.pod" -}}
 {{- $values := .root.Values -}}
 {{- $apart := ne .role "mixed" -}}
@@ -20,7 +20,7 @@ imagePullSecrets:
 {{- end }}
 {{- if $apart }}
 initContainers:
-  # The volume of a secret belongs to root. Its group may read it, which a cluster's secret is refused for.
+  # A secret's volume is owned by root and readable by its group, and cluster secrets with such permissions are rejected.
   - name: cluster-secret
     image: {{ $image }}
     imagePullPolicy: {{ $values.image.pullPolicy }}
