@@ -6,9 +6,9 @@ python benchmarks/tracing_overhead.py [CHECKPOINT] [--against FOLDER]
 A small model makes the server's work dominate. The collector (tests/support/collector.py) runs on the same machine and
 discards its data; it affects speed, but not the servers' processor time. Each round measures every server once, in
 random order; ratios are relative to the server without tracing in the same round. The results are the median of the
-ratios with its 95 % bootstrap interval. The minimum of processor time over all rounds is least affected by other load. ``--against``
-adds a server from another tree of this project, such as one without tracing code, to measure the cost of disabled
-tracing.
+ratios with its 95 % bootstrap interval. The minimum of processor time over all rounds is least affected by other load.
+``--against`` adds a server from another tree of this project, such as one without tracing code, to measure the cost of
+disabled tracing.
 """
 
 from __future__ import annotations

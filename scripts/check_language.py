@@ -17,7 +17,7 @@ from pathlib import Path
 
 OPENINGS = re.compile(r"(Of|As of|What|That|Likewise|Whether what)\b")
 """First words of a docstring that does not begin with the thing it describes."""
-NAMES = {"words": ("message", (ast.Constant, ast.JoinedStr, ast.IfExp)), "facts": ("fields", (ast.Dict, ast.BinOp))}
+NAMES = {"words": ("message", (ast.Constant, ast.JoinedStr)), "facts": ("fields", (ast.Dict, ast.BinOp))}
 """Names of variables: the plain name of each, and the values that it is for."""
 TEST_NAME = re.compile(r"test_(?:.*_)?(who|what|those|whose|whom)(?:_|$)")
 """A test's name states subject, condition and result."""
