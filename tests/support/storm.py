@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
-from serving import TO_START, Served, belongings
+from serving import START_TIMEOUT, Served, count_files_and_threads
 
 from penstock import LLM, SamplingParams
 from penstock.engine.service import messages as engine_messages
@@ -326,7 +326,9 @@ def possessions(served: Served) -> dict[str, int]:
         "supervisor": [served.pid],
         **{kind: pids for kind, pids in served.pids.items() if pids},
     }.items():
-        for name, numbers in zip(("files", "threads"), zip(*map(belongings, pids), strict=True), strict=True):
+        for name, numbers in zip(
+            ("files", "threads"), zip(*map(count_files_and_threads, pids), strict=True), strict=True
+        ):
             found[f"{name} of {kind}"] = max(numbers)
     return found
 
@@ -372,7 +374,7 @@ async def warm(served: Served, asked: Sequence[Question]) -> None:
             for one in await crowd(8, 4, lambda _: client.ask(long)):
                 assert one.status == 400, one
 
-    await soon(check, TO_START)
+    await soon(check, START_TIMEOUT)
     await settled(served)
 
 
@@ -750,7 +752,7 @@ async def given_up(asked: Sequence[Question], count: int, shared: Served | None 
     tally = Tally("the engine killed three times")
     async with server(asked, shared=shared) as served:
         for streams in (count, 1, 1):
-            await soon(lambda: started(served), TO_START)
+            await soon(lambda: started(served), START_TIMEOUT)
             async with load(served, long_ones(asked), streams) as tasks:
                 (engine,) = served.pids["engine"]
                 os.kill(engine, signal.SIGKILL)
