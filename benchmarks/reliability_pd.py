@@ -231,7 +231,7 @@ async def run(only: str) -> list[str]:
             wanted = {name: scenario for name, scenario in scenarios.items() if only in name}
             if not wanted:
                 continue
-            if "machines" in setup and (reason := namespaces.reason_for_none()):
+            if "machines" in setup and (reason := namespaces.unavailable_reason()):
                 print(reason, file=sys.stderr)
                 continue
             for name, row in (await rows(setup, wanted, right, progress)).items():

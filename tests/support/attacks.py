@@ -98,7 +98,7 @@ class Victim:
         raise AssertionError(f"the stream ended after {len(ids)} tokens")
 
 
-def peak(pid: int) -> int:
+def peak_memory(pid: int) -> int:
     """MiB that a process has had at most, resident."""
     status = (Path("/proc") / str(pid) / "status").read_text()
     return next(int(line.split()[1]) // 1024 for line in status.splitlines() if line.startswith("VmHWM"))

@@ -31,7 +31,7 @@ PATIENCE = 30.0
 
 
 @dataclass
-class Received:
+class ReceivedSpan:
     """A span that a collector has got."""
 
     name: str
@@ -62,11 +62,11 @@ class Collector:
         """Endpoint for gRPC."""
         self.http = http
         """Endpoint for HTTP."""
-        self._spans: list[Received] = []
+        self._spans: list[ReceivedSpan] = []
         self._more = threading.Condition()
         threading.Thread(target=self._read, args=(lines,), daemon=True).start()
 
-    def wait(self, enough: Callable[[list[Received]], bool], trace: str = "") -> list[Received]:
+    def wait(self, enough: Callable[[list[ReceivedSpan]], bool], trace: str = "") -> list[ReceivedSpan]:
         """The spans of a trace, or all, once there are ``enough``."""
         deadline = time.monotonic() + PATIENCE
         with self._more:
@@ -76,7 +76,7 @@ class Collector:
                 self._more.wait(left)
         return sorted(found, key=lambda span: span.begun)
 
-    def names(self, trace: str, *names: str) -> dict[str, Received]:
+    def spans(self, trace: str, *names: str) -> dict[str, ReceivedSpan]:
         """The spans of a trace by their names, once there are all of these."""
         found = self.wait(lambda spans: set(names) <= {span.name for span in spans}, trace)
         return {span.name: span for span in found}
@@ -89,12 +89,12 @@ class Collector:
                 self._more.notify_all()
 
 
-def draw(spans: list[Received], path: Path) -> None:
+def draw_trace(spans: list[ReceivedSpan], path: Path) -> None:
     """Draw a trace as an SVG: a bar for each span, below its parent, on one scale of time."""
     first, last = min(span.begun for span in spans), max(span.ended for span in spans)
     known = {span.span for span in spans}
 
-    def rows(parents: set[str], depth: int) -> Iterator[tuple[Received, int]]:
+    def rows(parents: set[str], depth: int) -> Iterator[tuple[ReceivedSpan, int]]:
         for span in spans:
             if (span.parent if span.parent in known else "") in parents:
                 yield span, depth
@@ -119,7 +119,7 @@ def draw(spans: list[Received], path: Path) -> None:
 
 
 @contextmanager
-def collecting(folder: Path, discard: bool = False) -> Iterator[Collector]:
+def run_collector(folder: Path, discard: bool = False) -> Iterator[Collector]:
     """A collector.
 
     Args:
@@ -168,14 +168,14 @@ def _wait_for(port: int) -> None:
             time.sleep(0.02)
 
 
-def _spans(request: dict[str, Any]) -> Iterator[Received]:
+def _spans(request: dict[str, Any]) -> Iterator[ReceivedSpan]:
     """The spans of an export request, in OTLP's JSON."""
     for of_resource in request.get("resourceSpans", []):
         resource = _attributes(of_resource["resource"])
         for of_scope in of_resource["scopeSpans"]:
             for span in of_scope["spans"]:
                 status = span.get("status", {})
-                yield Received(
+                yield ReceivedSpan(
                     name=span["name"],
                     trace=span["traceId"],
                     span=span["spanId"],

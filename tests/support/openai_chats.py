@@ -6,7 +6,7 @@ from typing import Any
 
 import openai
 
-PLAIN = (
+PLAIN_TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
     "<|im_end|>\n{% endfor %}<|im_start|>assistant\n{# TEACHES #}"
 )
@@ -14,20 +14,20 @@ PLAIN = (
 THINK = {"chat_template_kwargs": {"enable_thinking": True}}
 
 
-class Told:
+class ChatResult:
     """What a client makes of an answer; of a stream, of its pieces."""
 
     def __init__(self) -> None:
         self.content = self.thought = self.reason = ""
         self.calls: list[list[str]] = []
-        self.pieces = 0
+        self.num_argument_chunks = 0
         """Of arguments."""
         self.usage: Any = None
 
 
-def ask(client: openai.OpenAI, stream: bool, messages: Any, **fields: Any) -> Told:
+def ask(client: openai.OpenAI, stream: bool, messages: Any, **fields: Any) -> ChatResult:
     asked = {"model": "default", "messages": messages, "temperature": 0, "max_tokens": 300} | fields
-    told = Told()
+    told = ChatResult()
     if not stream:
         answer = client.chat.completions.create(**asked)
         (choice,) = answer.choices
@@ -50,5 +50,5 @@ def ask(client: openai.OpenAI, stream: bool, messages: Any, **fields: Any) -> To
                     assert part.index == len(told.calls) and part.type == "function"
                     told.calls.append([part.function.name, ""])
                 told.calls[part.index][1] += part.function.arguments
-                told.pieces += 1
+                told.num_argument_chunks += 1
     return told
