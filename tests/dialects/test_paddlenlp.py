@@ -287,7 +287,7 @@ def test_waiting_request_times_out(served: Served) -> None:
 
 
 def test_response_timeout_limits_whole_answer_but_not_stream(served: Served) -> None:
-    """Each chunk of a stream is an output; a whole answer is a single output, although tokens are computed all the time."""
+    """Each chunk of a stream is an output; a whole answer is one output, although its tokens arrive one by one."""
     answer = ask(served, **ENDLESS, req_id="slow", response_timeout=0.2).json()
     assert answer == {"req_id": "slow", "error_msg": "timeout: no output for 0.2 seconds", "error_code": 408}
     begun, long = time.monotonic(), ENDLESS | {"min_dec_len": 700, "max_dec_len": 700}

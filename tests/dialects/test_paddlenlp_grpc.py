@@ -1,4 +1,4 @@
-"""PaddleNLP's gRPC protocol, tested like PaddleNLP's client does, with streams of Triton's client; compared with HTTP."""
+"""PaddleNLP's gRPC protocol, tested with streams of Triton's client, as PaddleNLP's client does, and against HTTP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import tritonclient.grpc.aio as triton_aio
 from serving import Served
 from storm import settled
 
-REQUEST: dict[str, Any] = {"text": "Once upon a time", "temperature": 0, "max_dec_len": 12}
+BODY: dict[str, Any] = {"text": "Once upon a time", "temperature": 0, "max_dec_len": 12}
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +60,12 @@ def text_and_ids(chunks: list[dict[str, Any]]) -> tuple[str, list[int]]:
 
 @pytest.mark.row("paddlenlp", "model", "IN", "OUT")
 def test_stream_chunks_equal_http_answer(served: Served, client: triton.InferenceServerClient) -> None:
-    chunks = stream_chunks(client, json.dumps([REQUEST | {"req_id": "a", "return_usage": True}]).encode())
+    chunks = stream_chunks(client, json.dumps([BODY | {"req_id": "a", "return_usage": True}]).encode())
     assert [chunk["send_idx"] for chunk in chunks] == list(range(len(chunks)))
     assert {chunk["req_id"] for chunk in chunks} == {"a"}
     assert [chunk["is_end"] for chunk in chunks] == [0] * (len(chunks) - 1) + [1]
     assert not any("error_msg" in chunk for chunk in chunks)
-    whole = requests.post(f"{served.url}/completions", json=REQUEST | {"return_usage": True}, timeout=60).json()
+    whole = requests.post(f"{served.url}/completions", json=BODY | {"return_usage": True}, timeout=60).json()
     assert "".join(chunk["token"] for chunk in chunks) == whole["result"]
     assert chunks[-1]["usage"] == whole["usage"]
 
@@ -74,23 +74,23 @@ def test_stream_chunks_equal_http_answer(served: Served, client: triton.Inferenc
 def test_stream_field_is_ignored_and_default_fields_are_accepted(client: triton.InferenceServerClient) -> None:
     request = {
         "max_dec_len": 12, "min_dec_len": 1, "topp": 0.0, "temperature": 0.95, "frequency_score": 0.0,
-        "penalty_score": 1.0, "presence_score": 0.0, "req_id": "theirs", "response_timeout": 120, "text": REQUEST["text"],
+        "penalty_score": 1.0, "presence_score": 0.0, "req_id": "theirs", "response_timeout": 120, "text": BODY["text"],
     }  # fmt: skip
     chunks = stream_chunks(client, json.dumps([request | {"stream": False}]).encode())
-    for other in (request | {"stream": True}, REQUEST):
+    for other in (request | {"stream": True}, BODY):
         assert text_and_ids(stream_chunks(client, json.dumps([other]).encode())) == text_and_ids(chunks)
 
 
 def test_concurrent_streams_equal_sequential_streams(served: Served, client: triton.InferenceServerClient) -> None:
     texts = [f"Once upon a time there were {count} foxes" for count in range(2, 26)]
-    alone = [stream_chunks(client, json.dumps([REQUEST | {"text": text}]).encode()) for text in texts]
+    alone = [stream_chunks(client, json.dumps([BODY | {"text": text}]).encode()) for text in texts]
 
     async def ask() -> list[list[dict[str, Any]]]:
         async with triton_aio.InferenceServerClient(served.find(r"gRPC at (\S+)")[1]) as async_client:
 
             async def ask_one(text: str) -> list[dict[str, Any]]:
                 async def requests() -> AsyncIterator[dict[str, Any]]:
-                    yield {"model_name": "model", "inputs": [tensor(json.dumps([REQUEST | {"text": text}]).encode())]}
+                    yield {"model_name": "model", "inputs": [tensor(json.dumps([BODY | {"text": text}]).encode())]}
 
                 chunks: list[dict[str, Any]] = []
                 async for result, error in async_client.stream_infer(requests()):
@@ -103,30 +103,28 @@ def test_concurrent_streams_equal_sequential_streams(served: Served, client: tri
     assert [text_and_ids(chunks) for chunks in asyncio.run(ask())] == [text_and_ids(chunks) for chunks in alone]
 
 
-def test_cancelled_stream_frees_req_id_and_kv_blocks(
-    served: Served, client: triton.InferenceServerClient
-) -> None:
+def test_cancelled_stream_frees_req_id_and_kv_blocks(served: Served, client: triton.InferenceServerClient) -> None:
     """The stream is cancelled as by PaddleNLP's client."""
-    endless = REQUEST | {"req_id": "mine", "min_dec_len": 1500, "max_dec_len": 1500}
+    endless = BODY | {"req_id": "mine", "min_dec_len": 1500, "max_dec_len": 1500}
     answers: queue.Queue[Any] = queue.Queue()
     client.start_stream(callback=lambda result, error: answers.put((result, error)))
     client.async_stream_infer("model", [tensor(json.dumps([endless]).encode())], request_id="1")
     result, error = answers.get(timeout=60)
     assert error is None and json.loads(result.as_numpy("OUT")[0])[0]["req_id"] == "mine"
-    (refused,) = requests.post(f"{served.url}/completions", json=REQUEST | {"req_id": "mine"}, timeout=60).iter_lines()
+    (refused,) = requests.post(f"{served.url}/completions", json=BODY | {"req_id": "mine"}, timeout=60).iter_lines()
     assert json.loads(refused)["error_msg"].startswith("req_id: 'mine' already exists")
     client.stop_stream(cancel_requests=True)
     waiting = threading.Event()
-    while "error_msg" in stream_chunks(client, json.dumps([REQUEST | {"req_id": "mine", "max_dec_len": 1}]).encode())[-1]:
+    while "error_msg" in stream_chunks(client, json.dumps([BODY | {"req_id": "mine", "max_dec_len": 1}]).encode())[-1]:
         assert not waiting.wait(0.01)  # the engine has not yet noticed the disconnect
     asyncio.run(settled(served))
 
 
 def test_unary_call_returns_whole_answer(client: triton.InferenceServerClient) -> None:
-    answer = client.infer("model", [tensor(json.dumps([REQUEST]).encode())])
+    answer = client.infer("model", [tensor(json.dumps([BODY]).encode())])
     (result,) = json.loads(answer.as_numpy("OUT")[0])
     assert result["is_end"] == 1
-    assert result["token"] == "".join(p["token"] for p in stream_chunks(client, json.dumps([REQUEST]).encode()))
+    assert result["token"] == "".join(p["token"] for p in stream_chunks(client, json.dumps([BODY]).encode()))
 
 
 @pytest.mark.parametrize(
@@ -136,9 +134,11 @@ def test_unary_call_returns_whole_answer(client: triton.InferenceServerClient) -
         (b"[]", "IN: must be a list with one request"),
         (json.dumps([{"prompt": "a"}]).encode(), "text: is missing; give text, messages or input_ids"),
         (b"\xff", "IN: is not JSON"),
-        (json.dumps([REQUEST | {"max_dec_len": 10**6, "req_id": "b"}]).encode(), "max_dec_len"),
+        (json.dumps([BODY | {"max_dec_len": 10**6, "req_id": "b"}]).encode(), "max_dec_len"),
     ],
 )
-def test_invalid_request_is_reported_in_answer(client: triton.InferenceServerClient, content: bytes, message: str) -> None:
+def test_invalid_request_is_reported_in_answer(
+    client: triton.InferenceServerClient, content: bytes, message: str
+) -> None:
     (answer,) = stream_chunks(client, content)
     assert message in answer["error_msg"] and answer["error_code"]

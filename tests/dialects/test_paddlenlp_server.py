@@ -113,7 +113,9 @@ def test_server_starts_answers_and_stops(shell: Shell, tokenizer: PreTrainedToke
     found: dict[str, float] = {}
     while found.get("block_num") != 160:  # the engine reports asynchronously
         page = requests.get(shell.url("METRICS_HTTP_PORT", "/metrics"), timeout=60).text
-        labels_and_values = re.findall(r'^inference_server_metrics\{(\w+)="\1",model_name=".+"\} (\S+)$', page, re.MULTILINE)
+        labels_and_values = re.findall(
+            r'^inference_server_metrics\{(\w+)="\1",model_name=".+"\} (\S+)$', page, re.MULTILINE
+        )
         found = {label: float(value) for label, value in labels_and_values}
     blocks = {"block_num": 160, "max_block_num": 160, "available_resource": 1}
     assert found == {"batch_size": 0, "max_batch_size": 50, **blocks}

@@ -214,9 +214,7 @@ def test_value_or_short_form_is_translated(
         ("--mm-encoder-only", "a server always runs the whole model"),
     ],
 )
-def test_contradicting_flags_are_rejected(
-    capsys: pytest.CaptureFixture[str], arguments: str, message: str
-) -> None:
+def test_contradicting_flags_are_rejected(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
     assert main(["config", "--compat", "vllm", *arguments.split()]) == 2
     assert message in capsys.readouterr().err
 

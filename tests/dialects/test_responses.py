@@ -325,7 +325,10 @@ def test_refusal_in_history_equals_output_text(client: openai.OpenAI) -> None:
     refusal: Any = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
     output_text: Any = {"role": "assistant", "content": [{"type": "output_text", "text": "No."}]}
     question: Any = {"role": "user", "content": CAPITAL}
-    texts = [client.responses.create(**PLAIN, input=[question, item, question]).output_text for item in (refusal, output_text)]
+    texts = [
+        client.responses.create(**PLAIN, input=[question, item, question]).output_text
+        for item in (refusal, output_text)
+    ]
     assert texts[0] == texts[1]
 
 
@@ -369,7 +372,9 @@ class Anything(pydantic.BaseModel):
         ("RESPONSES_TOOLS_WITH_INBUILT_TOOLS", Place),
     ],
 )
-def test_instructor_modes_return_model(client: openai.OpenAI, mode: str, response_model: type[pydantic.BaseModel]) -> None:
+def test_instructor_modes_return_model(
+    client: openai.OpenAI, mode: str, response_model: type[pydantic.BaseModel]
+) -> None:
     """instructor is unmodified. Its modes for Responses send both a tool and a text format."""
     instructor_client = instructor.from_openai(client, mode=instructor.Mode[mode])
     messages: Any = [{"role": "user", "content": CAPITAL}]
