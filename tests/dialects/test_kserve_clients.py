@@ -411,7 +411,7 @@ def test_stop_request_ends_stream(served: Served, client: triton.InferenceServer
 
 
 def test_stop_request_ends_unary_call(served: Served, client: triton.InferenceServerClient) -> None:
-    """Of two calls on one connection, the stopped one returns its tokens so far, the stop request none."""
+    """Both calls are on one connection: the stopped call returns its tokens so far, the stop request none."""
     ids = completion(served, max_tokens=1)["prompt_token_ids"]
     user_data = UserData()
     ask: Callable[..., Any] = partial(client.async_infer, "tensorrt_llm", callback=partial(callback, user_data))

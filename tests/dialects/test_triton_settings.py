@@ -1,4 +1,4 @@
-"""Flags and config.pbtxt parameters of Triton: each sets an option, is ignored with a reason, or is rejected by name."""
+"""Flags and config.pbtxt parameters of Triton: each sets an option, is ignored with a reason or rejected by name."""
 
 from __future__ import annotations
 
