@@ -169,8 +169,10 @@ class City(pydantic.BaseModel, extra="forbid"):
 @BOTH
 def test_output_format_constrains_answer_to_schema(client: anthropic.Anthropic, ask: Any) -> None:
     schema = WEATHER["input_schema"]
-    wanted = {"format": {"type": "json_schema", "schema": schema}, "effort": "low"}
-    assert list(json.loads(ask(client, **PLAIN, messages=CAPITAL, output_config=wanted).content[0].text)) == ["city"]
+    output_config = {"format": {"type": "json_schema", "schema": schema}, "effort": "low"}
+    assert list(json.loads(ask(client, **PLAIN, messages=CAPITAL, output_config=output_config).content[0].text)) == [
+        "city"
+    ]
     parsed = client.messages.parse(**PLAIN, messages=CAPITAL, output_format=City).parsed_output
     assert isinstance(parsed, City)
     with client.messages.stream(**PLAIN, messages=CAPITAL, output_format=City) as stream:
@@ -182,10 +184,10 @@ def test_output_format_constrains_answer_to_schema(client: anthropic.Anthropic, 
 @BOTH
 def test_neutral_fields_do_not_change_answer(client: anthropic.Anthropic, ask: Any) -> None:
     plain = ask(client, **PLAIN, messages=CAPITAL).content[0].text
-    kept = {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}
+    edits = {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}
     more: dict[str, Any] = {
         "cache_control": {"type": "ephemeral"}, "metadata": {"user_id": "me"}, "service_tier": "standard_only",
-        "extra_body": GREEDY | {"top_p": 0.9, "top_k": 5, "container": None, "mcp_servers": []} | kept,
+        "extra_body": GREEDY | {"top_p": 0.9, "top_k": 5, "container": None, "mcp_servers": []} | edits,
         "system": [], "stop_sequences": [],
     }  # fmt: skip
     assert ask(client, **BODY, **more, messages=CAPITAL).content[0].text == plain
@@ -245,8 +247,8 @@ def test_models_are_listed_and_missing_endpoints_return_404(client: anthropic.An
 @pytest.mark.row("anthropic", "a last message of the assistant")
 def test_answer_continues_last_assistant_message(client: anthropic.Anthropic) -> None:
     text = client.messages.create(**PLAIN, messages=CAPITAL).content[0].text
-    for begun in (text[:11], [{"type": "text", "text": text[:11]}]):
-        last = {"role": "assistant", "content": begun}
+    for prefill in (text[:11], [{"type": "text", "text": text[:11]}]):
+        last = {"role": "assistant", "content": prefill}
         assert client.messages.create(**PLAIN, messages=[*CAPITAL, last]).content[0].text == text[11:]
 
 

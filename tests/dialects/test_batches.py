@@ -32,20 +32,20 @@ def client_of(server: Served, key: str = KEYS[0]) -> openai.OpenAI:
     return openai.OpenAI(base_url=server.url, api_key=key, max_retries=0)
 
 
-def begin(client: openai.OpenAI, *lines: str, endpoint: Any = CHAT) -> Batch:
+def create_batch(client: openai.OpenAI, *lines: str, endpoint: Any = CHAT) -> Batch:
     file = client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
     return client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", metadata={"a": "b"})
 
 
-def until(client: openai.OpenAI, name: str, wanted: Callable[[Batch], bool]) -> Batch:
+def wait_until(client: openai.OpenAI, name: str, condition: Callable[[Batch], bool]) -> Batch:
     deadline = time.monotonic() + 90
-    while not wanted(found := client.batches.retrieve(name)):
+    while not condition(found := client.batches.retrieve(name)):
         assert time.monotonic() < deadline, found
     return found
 
 
-def ended(client: openai.OpenAI, name: str) -> Batch:
-    return until(client, name, lambda batch: batch.status in DONE)
+def wait_until_ended(client: openai.OpenAI, name: str) -> Batch:
+    return wait_until(client, name, lambda batch: batch.status in DONE)
 
 
 def results(client: openai.OpenAI, name: str | None) -> dict[str, Any]:
@@ -68,23 +68,23 @@ def client(served: Served) -> openai.OpenAI:
 
 def test_files_are_created_listed_and_deleted_per_key(client: openai.OpenAI, served: Served) -> None:
     content = bytes(range(256)) * 20
-    made = client.files.create(file=("data.bin", content), purpose="user_data")
-    assert (made.filename, made.bytes, made.purpose, made.status) == (
+    created = client.files.create(file=("data.bin", content), purpose="user_data")
+    assert (created.filename, created.bytes, created.purpose, created.status) == (
         "data.bin",
         len(content),
         "user_data",
         "processed",
     )
-    assert client.files.retrieve(made.id) == made
-    assert client.files.content(made.id).content == content
+    assert client.files.retrieve(created.id) == created
+    assert client.files.content(created.id).content == content
     others = [client.files.create(file=(f"{i}.txt", b"x"), purpose="batch") for i in range(3)]
     assert [file.id for file in client.files.list(purpose="batch", limit=2)] == [file.id for file in others[::-1]]
-    assert next(iter(client.files.list(order="asc"))).id == made.id
+    assert next(iter(client.files.list(order="asc"))).id == created.id
     with pytest.raises(openai.NotFoundError):  # a file of another key
-        client_of(served, KEYS[1]).files.retrieve(made.id)
-    assert client.files.delete(made.id).deleted
+        client_of(served, KEYS[1]).files.retrieve(created.id)
+    assert client.files.delete(created.id).deleted
     with pytest.raises(openai.NotFoundError, match="there is no file"):
-        client.files.content(made.id)
+        client.files.content(created.id)
     for file in others:
         client.files.delete(file.id)
 
@@ -106,9 +106,9 @@ def test_invalid_upload_is_rejected_by_name(client: openai.OpenAI, served: Serve
     more = headers | {"content-type": "Multipart/form-data; charset=utf-7; boundary=x"}
     form = b'--x\r\nContent-Disposition: form-data; name="file"; filename="+2AA-"\r\n\r\nabc\r\n'
     form += b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x--\r\n'
-    made = httpx.post(f"{served.url}/files", headers=more, content=form).json()
-    assert made["filename"] == "+2AA-", "in UTF-7 it would be half a character"
-    client.files.delete(made["id"])
+    created = httpx.post(f"{served.url}/files", headers=more, content=form).json()
+    assert created["filename"] == "+2AA-", "in UTF-7 it would be half a character"
+    client.files.delete(created["id"])
 
 
 @pytest.mark.parametrize("path", ["files", "audio/transcriptions"])
@@ -129,11 +129,11 @@ def test_stalled_upload_gets_408(served: Served, path: str) -> None:
 
 def test_batch_separates_answers_from_errors(client: openai.OpenAI, served: Served) -> None:
     lines = [line(f"q{i}") for i in range(20)]
-    begun = begin(
+    created = create_batch(
         client, *lines, line("wrong", temperature=-1), line("nobody", model="nobody"), line("mine", model="default")
     )
-    assert begun.status == "validating" and begun.metadata == {"a": "b"}
-    batch = ended(client, begun.id)
+    assert created.status == "validating" and created.metadata == {"a": "b"}
+    batch = wait_until_ended(client, created.id)
     assert batch.status == "completed" and batch.completed_at and batch.in_progress_at
     assert batch.request_counts and batch.request_counts.to_dict() == {"total": 23, "completed": 21, "failed": 2}
     good, bad = results(client, batch.output_file_id), results(client, batch.error_file_id)
@@ -155,8 +155,11 @@ def test_batch_of_embeddings_or_completions_completes(client: openai.OpenAI) -> 
     prompt = json.dumps(
         {"custom_id": "0", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 2}}
     )
-    begun = [begin(client, *texts, endpoint="/v1/embeddings"), begin(client, prompt, endpoint="/v1/completions")]
-    for batch in (ended(client, started.id) for started in begun):
+    batches = [
+        create_batch(client, *texts, endpoint="/v1/embeddings"),
+        create_batch(client, prompt, endpoint="/v1/completions"),
+    ]
+    for batch in (wait_until_ended(client, created.id) for created in batches):
         assert batch.status == "completed" and batch.error_file_id is None
         assert results(client, batch.output_file_id)
 
@@ -171,7 +174,7 @@ def test_batch_of_embeddings_or_completions_completes(client: openai.OpenAI) -> 
     ],
 )
 def test_batch_of_malformed_file_fails_with_code(client: openai.OpenAI, lines: list[str], code: str) -> None:
-    batch = ended(client, begin(client, *lines).id)
+    batch = wait_until_ended(client, create_batch(client, *lines).id)
     assert batch.status == "failed" and batch.errors and batch.errors.data
     assert batch.errors.data[0].code == code
 
@@ -187,10 +190,10 @@ def test_batch_with_invalid_arguments_is_rejected(client: openai.OpenAI) -> None
 
 def test_cancelled_batch_stops_early(client: openai.OpenAI) -> None:
     long = {"max_tokens": 1900, "min_tokens": 1900, "temperature": 1}
-    begun = begin(client, *[line(f"{i}", **long) for i in range(100)])
-    until(client, begun.id, lambda batch: batch.status == "in_progress")
-    assert client.batches.cancel(begun.id).status == "cancelling"
-    batch = ended(client, begun.id)
+    created = create_batch(client, *[line(f"{i}", **long) for i in range(100)])
+    wait_until(client, created.id, lambda batch: batch.status == "in_progress")
+    assert client.batches.cancel(created.id).status == "cancelling"
+    batch = wait_until_ended(client, created.id)
     assert batch.status == "cancelled" and batch.cancelled_at
     with pytest.raises(openai.BadRequestError, match="can no longer be cancelled"):
         client.batches.cancel(batch.id)
@@ -198,22 +201,22 @@ def test_cancelled_batch_stops_early(client: openai.OpenAI) -> None:
 
 
 def test_failing_batch_does_not_block_other_batches(client: openai.OpenAI, served: Served) -> None:
-    waits = begin(client, *[line(f"{i}", max_tokens=100, min_tokens=100) for i in range(40)])
-    broken = begin(client_of(served, KEYS[1]), line("a"), line("b"))
+    waits = create_batch(client, *[line(f"{i}", max_tokens=100, min_tokens=100) for i in range(40)])
+    broken = create_batch(client_of(served, KEYS[1]), line("a"), line("b"))
     odd = json.dumps(
         {"custom_id": "odd", "method": "POST", "url": CHAT, "body": {"model": "X", "messages": []}}
     ).encode()
     file = client.files.create(file=("odd", odd.replace(b"X", b"\xff")), purpose="batch")
     not_utf8 = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
-    gone = begin(client, line("a"))
+    gone = create_batch(client, line("a"))
     client.files.delete(gone.input_file_id)
-    lost = ended(client, gone.id)
+    lost = wait_until_ended(client, gone.id)
     if lost.status != "completed":  # the batch was faster than the deletion
         assert lost.status == "failed" and lost.errors and lost.errors.data
         assert lost.errors.data[0].code == "input_file_not_found"
-    assert ended(client, not_utf8.id).status in ("completed", "failed")
-    assert ended(client_of(served, KEYS[1]), broken.id).status == "completed"
-    assert ended(client, waits.id).status == "completed"
+    assert wait_until_ended(client, not_utf8.id).status in ("completed", "failed")
+    assert wait_until_ended(client_of(served, KEYS[1]), broken.id).status == "completed"
+    assert wait_until_ended(client, waits.id).status == "completed"
 
 
 def test_batch_completes_while_engine_is_busy(tmp_path: Path) -> None:
@@ -221,12 +224,12 @@ def test_batch_completes_while_engine_is_busy(tmp_path: Path) -> None:
     flags = ["--storage-dir", str(tmp_path), "--max-num-seqs", "2", "--max-waiting", "1", "--batch-concurrency", "4"]
     with Served(*flags) as server:
         client = client_of(server, "none")
-        begun = begin(client, *[line(f"{i}", max_tokens=30, min_tokens=30) for i in range(30)])
+        created = create_batch(client, *[line(f"{i}", max_tokens=30, min_tokens=30) for i in range(30)])
         busy = 0
-        while client.batches.retrieve(begun.id).status not in DONE:
+        while client.batches.retrieve(created.id).status not in DONE:
             body = {"prompt": "a", "max_tokens": 50}
             busy += httpx.post(f"{server.url}/completions", json=body, timeout=60).status_code != 0
-        batch = client.batches.retrieve(begun.id)
+        batch = client.batches.retrieve(created.id)
         assert busy and batch.request_counts and batch.request_counts.completed == 30
 
 
@@ -248,15 +251,15 @@ def test_batch_continues_after_api_process_is_killed(tmp_path: Path) -> None:
         "--storage-dir", str(tmp_path), "--num-gpu-blocks-override", "400", "--batch-concurrency", "2"
     ) as server:
         client = client_of(server, "none")
-        begun = begin(client, *[line(f"q{i}", max_tokens=200, min_tokens=200) for i in range(LINES)])
-        partial = tmp_path / "files" / f"{begun.id}.partial"
+        created = create_batch(client, *[line(f"q{i}", max_tokens=200, min_tokens=200) for i in range(LINES)])
+        partial = tmp_path / "files" / f"{created.id}.partial"
         deadline = time.monotonic() + 60
         while not partial.exists() or not partial.stat().st_size:
             assert time.monotonic() < deadline
         os.kill(server.pids["api"][0], signal.SIGKILL)
         while True:
             try:
-                batch = ended(client, begun.id)
+                batch = wait_until_ended(client, created.id)
                 break
             except (openai.APIConnectionError, openai.InternalServerError):
                 assert time.monotonic() < deadline + 60

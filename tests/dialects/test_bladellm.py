@@ -80,8 +80,8 @@ def test_stream_chunks_match_documentation(served: Served) -> None:
 def test_usage_counts_end_of_sequence_token(served: Served, tokenizer: PreTrainedTokenizerFast) -> None:
     prompt = f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     body = {"prompt": prompt, "temperature": 0}
-    *pieces, last = chunks(curl(f"{served.url}/completions", body | {"stream": "true"}))
-    text = "".join(chunk["choices"][0]["text"] for chunk in pieces)
+    *found, last = chunks(curl(f"{served.url}/completions", body | {"stream": "true"}))
+    text = "".join(chunk["choices"][0]["text"] for chunk in found)
     assert text == "The capital of Canada is Ottawa."
     assert last["choices"][0] == {"finish_reason": "stop", "index": 0, "logprobs": None, "text": ""}
     assert last["usage"]["completion_tokens"] == len(tokenizer.encode(text)) + 1
@@ -143,9 +143,9 @@ def test_streamed_sequences_and_logprobs_equal_whole_answer(served: Served) -> N
     found = chunks(curl(f"{served.url}/completions", body | {"stream": "true"}))
     assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
     for choice in whole["choices"]:
-        own = [c["choices"][0] for c in found if c["choices"][0]["index"] == choice["index"]]
-        assert "".join(c["text"] for c in own) == choice["text"]
-        tokens = [token for c in own if c["logprobs"] for token in c["logprobs"]["tokens"]]
+        streamed = [c["choices"][0] for c in found if c["choices"][0]["index"] == choice["index"]]
+        assert "".join(c["text"] for c in streamed) == choice["text"]
+        tokens = [token for c in streamed if c["logprobs"] for token in c["logprobs"]["tokens"]]
         assert tokens == choice["logprobs"]["tokens"]
     assert whole["usage"] == found[-1]["usage"]
 
@@ -425,11 +425,11 @@ def test_quantized_folder_is_served_in_its_format(shell: Shell) -> None:
     """
     for _ in range(2):
         assert shell.says(command) == "int8: weights will be quantized to wint8 at load\n"
-    made = LLM(shell.folder / "int8")
-    assert made.options.quantization == "none" and "wint8" in made.engine.info.fingerprint
+    quantized = LLM(shell.folder / "int8")
+    assert quantized.options.quantization == "none" and "wint8" in quantized.engine.info.fingerprint
     plain = LLM(demo.CHAT, quantization="wint8")
     greedy = SamplingParams(temperature=0, max_tokens=12)
-    texts = [llm.chat(MESSAGES, greedy, use_tqdm=False)[0].outputs[0].text for llm in (made, plain)]
+    texts = [llm.chat(MESSAGES, greedy, use_tqdm=False)[0].outputs[0].text for llm in (quantized, plain)]
     assert texts[0] == texts[1]
     assert "w8a8" in LLM(shell.folder / "int8", quantization="w8a8").engine.info.fingerprint, (
         "the option overrides the folder's format"
@@ -445,11 +445,12 @@ def test_quantized_folder_is_served_in_its_format(shell: Shell) -> None:
         "--quant_mode act_and_weight_quant --quant_dtype int": "w8a8",
         "--calib_data 'hello world!' --calib_data_file x.jsonl --cpu_offload": "wint8",
     }
-    for i, (given, form) in enumerate(formats.items()):
-        ran = shell.run(f"blade_llm_quantize --model {demo.CHAT} --output_dir out{i} {given}")
-        assert ran.stdout == f"out{i}: weights will be quantized to {form} at load\n"
+    for i, (more_flags, expected) in enumerate(formats.items()):
+        ran = shell.run(f"blade_llm_quantize --model {demo.CHAT} --output_dir out{i} {more_flags}")
+        assert ran.stdout == f"out{i}: weights will be quantized to {expected} at load\n"
         assert (
-            json.loads((shell.folder / f"out{i}" / "config.json").read_text())["quantization_config"]["format"] == form
+            json.loads((shell.folder / f"out{i}" / "config.json").read_text())["quantization_config"]["format"]
+            == expected
         )
     for name in ("calib_data", "calib_data_file", "cpu_offload"):
         assert f"--{name} has no meaning here and is ignored: " in ran.stderr

@@ -111,11 +111,11 @@ def test_unknown_role_error_lists_known_roles(server: Served) -> None:
 
 @both
 def test_continue_final_message_extends_last_message(server: Served, stream: bool) -> None:
-    begun = {"role": "assistant", "content": "The capital of Canada"}
-    made = ask(server, [*QUESTION, begun], stream, continue_final_message=True)
-    assert begun["content"] + made["text"] == ANSWER
+    prefill = {"role": "assistant", "content": "The capital of Canada"}
+    answer = ask(server, [*QUESTION, prefill], stream, continue_final_message=True)
+    assert prefill["content"] + answer["text"] == ANSWER
     with pytest.raises(openai.BadRequestError, match="continue_final_message"):
-        ask(server, [*QUESTION, begun], stream, continue_final_message=True, add_generation_prompt=True)
+        ask(server, [*QUESTION, prefill], stream, continue_final_message=True, add_generation_prompt=True)
     bare = ask(server, add_generation_prompt=False)["ids"]
     assert ask(server)["ids"][: len(bare)] == bare
 
@@ -225,41 +225,41 @@ def test_malicious_templates_fail_without_delaying_others(trusting_server: Serve
 # --- Templates by name ------------------------------------------------------------------------------------------------
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
-NAMED = (
+DEFAULT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )
-RAG = "{% for d in documents %}{{ d.text }}\n{% endfor %}" + NAMED
+RAG_TEMPLATE = "{% for d in documents %}{{ d.text }}\n{% endfor %}" + DEFAULT_TEMPLATE
 
 
 @pytest.fixture(scope="module", params=["tokenizer_config.json", "files"])
 def several_templates(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built-in model with three templates: a default without tools, the original for tools, and one for RAG."""
     folder = shutil.copytree(demo.CHAT, tmp_path_factory.mktemp("named") / "model")
-    own = (folder / "chat_template.jinja").read_text()
+    original = (folder / "chat_template.jinja").read_text()
     if request.param == "files":
-        (folder / "chat_template.jinja").write_text(NAMED)
+        (folder / "chat_template.jinja").write_text(DEFAULT_TEMPLATE)
         (folder / "additional_chat_templates").mkdir()
-        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(own)
-        (folder / "additional_chat_templates" / "rag.jinja").write_text(RAG)
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(original)
+        (folder / "additional_chat_templates" / "rag.jinja").write_text(RAG_TEMPLATE)
     else:
         (folder / "chat_template.jinja").unlink()
         config = json.loads((folder / "tokenizer_config.json").read_text())
-        templates = {"default": NAMED, "tool_use": own, "rag": RAG}
+        templates = {"default": DEFAULT_TEMPLATE, "tool_use": original, "rag": RAG_TEMPLATE}
         config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
 
 def test_template_for_tools_is_chosen_by_python(several_templates: Path) -> None:
-    theirs = AutoTokenizer.from_pretrained(several_templates)
+    hf_tokenizer = AutoTokenizer.from_pretrained(several_templates)
     processor = InputProcessor(several_templates, ModelOptions())
     for tools in (None, TOOLS):
-        expected = theirs.apply_chat_template(QUESTION, tools=tools, add_generation_prompt=True, tokenize=False)
+        expected = hf_tokenizer.apply_chat_template(QUESTION, tools=tools, add_generation_prompt=True, tokenize=False)
         assert processor.tokenizer.render(QUESTION, tools=tools) == expected
     assert processor.chats.response_formats().tools is not None
     by_name = InputProcessor(several_templates, ModelOptions(chat_template="rag"))
     documents = [{"text": "Ottawa."}]
-    expected = theirs.apply_chat_template(
+    expected = hf_tokenizer.apply_chat_template(
         QUESTION, documents=documents, chat_template="rag", add_generation_prompt=True, tokenize=False
     )
     assert by_name.tokenizer.render(QUESTION, documents=documents) == expected
@@ -271,11 +271,11 @@ def test_template_for_tools_is_chosen_by_python(several_templates: Path) -> None
 
 @pytest.mark.parametrize("several_templates", ["files"], indirect=True)
 def test_template_for_tools_is_chosen_over_http(several_templates: Path) -> None:
-    theirs = AutoTokenizer.from_pretrained(several_templates)
+    hf_tokenizer = AutoTokenizer.from_pretrained(several_templates)
 
     def expected(**options: Any) -> list[int]:
-        rendered = theirs.apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False, **options)
-        return theirs.encode(rendered, add_special_tokens=False)
+        rendered = hf_tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False, **options)
+        return hf_tokenizer.encode(rendered, add_special_tokens=False)
 
     with Served("--model", str(several_templates), "--num-gpu-blocks-override", "100") as server:
         assert ask(server)["ids"] == expected()

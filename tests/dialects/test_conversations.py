@@ -79,34 +79,34 @@ def test_responses_share_a_conversation(client: openai.OpenAI, mode: str) -> Non
 
 @pytest.mark.row("responses", "conversations.create", "retrieve", "update", "delete", "conversations.items")
 def test_conversations_and_items_are_created_updated_and_deleted(client: openai.OpenAI) -> None:
-    begun = client.conversations.create(
+    created = client.conversations.create(
         items=[{"type": "message", "role": "user", "content": "One."}], metadata={"topic": "demo"}
     )
-    assert begun.id.startswith("conv_") and begun.object == "conversation" and begun.metadata == {"topic": "demo"}
-    assert client.conversations.retrieve(begun.id) == begun
-    assert client.conversations.update(begun.id, metadata={"topic": "other"}).metadata == {"topic": "other"}
+    assert created.id.startswith("conv_") and created.object == "conversation" and created.metadata == {"topic": "demo"}
+    assert client.conversations.retrieve(created.id) == created
+    assert client.conversations.update(created.id, metadata={"topic": "other"}).metadata == {"topic": "other"}
     more: Any = [
         {"type": "message", "role": "assistant", "content": "Two."},
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c", "output": "3"},
     ]
-    added = client.conversations.items.create(begun.id, items=more)
+    added = client.conversations.items.create(created.id, items=more)
     assert [item.type for item in added.data] == ["message", "function_call", "function_call_output"]
     assert (added.first_id, added.last_id) == (added.data[0].id, added.data[-1].id)
-    listed = list(client.conversations.items.list(begun.id, limit=2))  # in pages, the newest first
+    listed = list(client.conversations.items.list(created.id, limit=2))  # in pages, the newest first
     assert [item.type for item in listed] == ["function_call_output", "function_call", "message", "message"]
-    assert texts(client, begun.id) == [("user", "One."), ("assistant", "Two.")]
-    call: Any = client.conversations.items.retrieve(added.data[1].id or "", conversation_id=begun.id)
+    assert texts(client, created.id) == [("user", "One."), ("assistant", "Two.")]
+    call: Any = client.conversations.items.retrieve(added.data[1].id or "", conversation_id=created.id)
     assert (call.name, call.status) == ("f", "completed")
-    assert client.conversations.items.delete(added.data[0].id or "", conversation_id=begun.id).id == begun.id
-    assert texts(client, begun.id) == [("user", "One.")]
+    assert client.conversations.items.delete(added.data[0].id or "", conversation_id=created.id).id == created.id
+    assert texts(client, created.id) == [("user", "One.")]
     with pytest.raises(openai.NotFoundError, match="has no item"):
-        client.conversations.items.retrieve(added.data[0].id or "", conversation_id=begun.id)
-    assert client.conversations.delete(begun.id).deleted
+        client.conversations.items.retrieve(added.data[0].id or "", conversation_id=created.id)
+    assert client.conversations.delete(created.id).deleted
     for gone in (
-        lambda: client.conversations.retrieve(begun.id),
-        lambda: client.conversations.items.list(begun.id),
-        lambda: client.responses.create(**PLAIN, input="?", conversation=begun.id),
+        lambda: client.conversations.retrieve(created.id),
+        lambda: client.conversations.items.list(created.id),
+        lambda: client.responses.create(**PLAIN, input="?", conversation=created.id),
     ):
         with pytest.raises(openai.NotFoundError, match="there is no conversation"):
             gone()
@@ -132,7 +132,7 @@ def test_conversation_keeps_items_of_unstored_response(client: openai.OpenAI) ->
 
 def test_invalid_conversation_requests_are_rejected(client: openai.OpenAI, served: Served) -> None:
     conversation = client.conversations.create().id
-    kept = client.responses.create(**PLAIN, input=CAPITAL)
+    stored = client.responses.create(**PLAIN, input=CAPITAL)
     user = {"type": "message", "role": "user", "content": "x"}
     for call, message in (
         (lambda: client.conversations.create(items=[user] * 21), "items"),  # type: ignore[list-item]
@@ -144,7 +144,7 @@ def test_invalid_conversation_requests_are_rejected(client: openai.OpenAI, serve
         ),
         (
             lambda: client.responses.create(
-                **PLAIN, input="?", conversation=conversation, previous_response_id=kept.id
+                **PLAIN, input="?", conversation=conversation, previous_response_id=stored.id
             ),
             "cannot be combined with conversation",
         ),

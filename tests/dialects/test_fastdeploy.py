@@ -304,9 +304,14 @@ def test_llm_results_have_fastdeploy_attributes() -> None:
     assert found.token_ids == output.outputs[0].token_ids and found.logprobs is None, (
         "outputs works as one sequence and as a list"
     )
-    named: Any = output
-    assert (named.error_code, named.error_msg, output.finished, output.num_cached_tokens) == (200, None, True, 0)
-    metrics = named.metrics
+    untyped_output: Any = output
+    assert (untyped_output.error_code, untyped_output.error_msg, output.finished, output.num_cached_tokens) == (
+        200,
+        None,
+        True,
+        0,
+    )
+    metrics = untyped_output.metrics
     assert metrics.arrival_time <= metrics.inference_start_time and metrics.first_token_time > 0
     assert metrics.time_in_queue == pytest.approx(metrics.inference_start_time - metrics.arrival_time, abs=1e-3)
     thinking: list[Any] = llm.chat(MESSAGES, sampling, use_tqdm=False, chat_template_kwargs={"enable_thinking": True})

@@ -13,7 +13,7 @@ from penstock.core import PenstockError
 from penstock.core.errors import invalid
 
 WRONG = ("many", "-7", "1e30", "2.5", "")
-"""Values that no option accepts."""
+"""Invalid values of numbers, choices and switches."""
 
 
 def renamed(profile: Profile) -> list[tuple[str, str, str]]:

@@ -141,13 +141,13 @@ def test_item_references_equal_full_items(tmp_path: Path) -> None:
             conversation = await server.openai.with_options(api_key=KEYS[0]).conversations.create(
                 items=[{"type": "item_reference", "id": name} for name in ids]
             )
-            kept = [item async for item in items.list(conversation.id, order="asc")]
-            assert [item.type for item in kept] == ["message", *[item.type for item in first.output]]
-            await create(input=[*({"id": item.id} for item in kept), *results_of(first)], **RESPONSES)
+            stored_items = [item async for item in items.list(conversation.id, order="asc")]
+            assert [item.type for item in stored_items] == ["message", *[item.type for item in first.output]]
+            await create(input=[*({"id": item.id} for item in stored_items), *results_of(first)], **RESPONSES)
             assert server.prompt == expected
 
             other = server.openai.with_options(api_key=KEYS[1])
-            for name in (first.output[1].id, first.output[2].id, kept[0].id, kept[2].id):
+            for name in (first.output[1].id, first.output[2].id, stored_items[0].id, stored_items[2].id):
                 with pytest.raises(openai.NotFoundError, match=f"item '{name}' is not stored"):
                     await other.responses.create(input=[question, {"type": "item_reference", "id": name}], **RESPONSES)
 
@@ -166,9 +166,9 @@ def test_referenced_items_count_towards_body_limit(tmp_path: Path) -> None:
             client = server.openai.with_options(api_key=KEYS[0])
             create, conversations = client.responses.create, client.conversations
             messages: list[Any] = [{"role": "user", "content": "x" * 40_000}]
-            kept = [await create(input=messages, **PLAIN) for _ in range(3)]
+            stored_responses = [await create(input=messages, **PLAIN) for _ in range(3)]
             references: list[Any] = []
-            for response in kept:
+            for response in stored_responses:
                 listed = await client.responses.input_items.list(response.id)
                 references.append({"type": "item_reference", "id": listed.data[0].id})
             await create(input=references[:2], store=False, **PLAIN)
@@ -178,7 +178,7 @@ def test_referenced_items_count_towards_body_limit(tmp_path: Path) -> None:
                 {"input": references},
                 {"input": [*references[:2], *messages]},
                 {"input": references[:1], "conversation": conversation.id},
-                {"input": references[:2], "previous_response_id": kept[0].id},
+                {"input": references[:2], "previous_response_id": stored_responses[0].id},
                 {"input": messages, "conversation": conversation.id},
             ]
             for request in refused:

@@ -118,7 +118,7 @@ def test_unknown_model_or_version_is_rejected_by_name(
 ) -> None:
     assert not client.is_model_ready(name, version)
     path = f"/v2/models/{name}/versions/{version}/ready" if version else f"/v2/models/{name}/ready"
-    assert httpx.get(f"{served.root}{path}").status_code == 400, "Triton's status"
+    assert httpx.get(f"{served.root}{path}").status_code == 400, "Triton has this status, too"
     for ask in (client.get_model_metadata, client.get_model_config, client.get_inference_statistics):
         with pytest.raises(InferenceServerException, match=f"unknown model: '{name}'"):
             ask(name, version)
@@ -208,14 +208,14 @@ def test_log_settings_change_at_runtime(served: Served, client: triton.Inference
 def test_trace_settings_are_stored_with_a_warning(served: Served, client: triton.InferenceServerClient) -> None:
     initial = client.get_trace_settings()
     assert initial["trace_level"] == ["OFF"]
-    wanted = {"trace_level": ["TIMESTAMPS"], "trace_rate": "5"}
-    assert client.update_trace_settings(settings=wanted) == initial | wanted
+    changes = {"trace_level": ["TIMESTAMPS"], "trace_rate": "5"}
+    assert client.update_trace_settings(settings=changes) == initial | changes
     served.find(r"WARNING trace_level=\['TIMESTAMPS'\]: trace settings are stored but have no effect")
     of_model = client.update_trace_settings("ensemble", settings={"trace_rate": 7, "trace_level": "OFF"})
     assert of_model == initial | {"trace_rate": "7"} == client.get_trace_settings("ensemble")
-    assert client.get_trace_settings("tensorrt_llm") == initial | wanted
+    assert client.get_trace_settings("tensorrt_llm") == initial | changes
     cleared = client.update_trace_settings("ensemble", settings={"trace_rate": None, "trace_level": None})
-    assert cleared == initial | wanted
+    assert cleared == initial | changes
     assert client.update_trace_settings(settings={"trace_level": None, "trace_rate": None}) == initial
     for wrong, message in [
         ({"trace_level": ["ALL"]}, "trace_level: must be a list of OFF, TIMESTAMPS, TENSORS"),
@@ -419,26 +419,26 @@ def test_generate_accepts_request_of_documentation(served: Served) -> None:
 def test_stream_chunks_add_up_to_whole_answer(served: Served, model: str) -> None:
     fields = {"text_input": PROMPT, "max_tokens": 30, "bad_words": "", "stop_words": "", "return_log_probs": True}
     whole = generate(served, fields | {"exclude_input_in_output": True, "stream": False}, model).json()
-    pieces = streamed(served, fields | {"stream": True}, model)
-    assert "".join(piece["text_output"] for piece in pieces) == whole["text_output"]
-    probabilities = [p for piece in pieces for p in np.atleast_1d(piece["output_log_probs"])]
+    chunks = streamed(served, fields | {"stream": True}, model)
+    assert "".join(chunk["text_output"] for chunk in chunks) == whole["text_output"]
+    probabilities = [p for chunk in chunks for p in np.atleast_1d(chunk["output_log_probs"])]
     assert probabilities == whole["output_log_probs"]
-    assert pieces[-1]["cum_log_probs"] == whole["cum_log_probs"]
+    assert chunks[-1]["cum_log_probs"] == whole["cum_log_probs"]
 
 
 @pytest.mark.row("triton", "temperature", "top_k", "top_p", "repetition_penalty", "presence_penalty")
 @pytest.mark.row("triton", "frequency_penalty", "random_seed", "num_return_sequences", "beam_width", "length_penalty")
 def test_sampling_parameters_equal_openai_completion(served: Served) -> None:
     fields = {"text_input": PROMPT, "max_tokens": 20, "exclude_input_in_output": True}
-    drawn = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.1, "presence_penalty": 0.5}
-    drawn |= {"frequency_penalty": 0.25}
-    seeded = generate(served, fields | drawn | {"random_seed": 2**62 + 1}).json()["text_output"]
-    assert seeded == completion(served, **drawn, seed=2**62 + 1, max_tokens=20)
-    assert generate(served, fields | drawn | {"random_seed": 2**64 - 1}).status_code == 200
+    sampling = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.1, "presence_penalty": 0.5}
+    sampling |= {"frequency_penalty": 0.25}
+    seeded = generate(served, fields | sampling | {"random_seed": 2**62 + 1}).json()["text_output"]
+    assert seeded == completion(served, **sampling, seed=2**62 + 1, max_tokens=20)
+    assert generate(served, fields | sampling | {"random_seed": 2**64 - 1}).status_code == 200
     assert generate(served, fields | {"temperature": 0.9}).json()["text_output"] == completion(served, max_tokens=20)
-    unseeded = {generate(served, fields | drawn).json()["text_output"] for _ in range(2)}
-    assert unseeded == {completion(served, **drawn, seed=0, max_tokens=20)}
-    several = generate(served, fields | drawn | {"num_return_sequences": 3}).json()
+    unseeded = {generate(served, fields | sampling).json()["text_output"] for _ in range(2)}
+    assert unseeded == {completion(served, **sampling, seed=0, max_tokens=20)}
+    several = generate(served, fields | sampling | {"num_return_sequences": 3}).json()
     assert len(several["text_output"]) == 3 and several["sequence_index"] == [0, 1, 2]
     beams = generate(served, fields | {"beam_width": 3, "length_penalty": 1.0}).json()
     body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 20, "use_beam_search": True, "best_of": 3, "n": 3}
@@ -525,9 +525,13 @@ def test_preprocessing_returns_biases_and_ids(client: triton.InferenceServerClie
     ids = tensor("TOKENS_BATCH", found.as_numpy("INPUT_ID")[:, None], np.int32)
     texts = client.infer("postprocessing", [ids, tensor("SEQUENCE_LENGTH", lengths, np.int32)]).as_numpy("OUTPUT")
     assert texts.tolist() == [PROMPT.encode(), b"Once"]
-    given = {"input_ids": found.as_numpy("INPUT_ID")[:1], "input_lengths": lengths[:1], "embedding_bias": bias[:1] * 40}
-    given |= {"request_output_len": np.array([[3]])}
-    inputs = [tensor(n, v, np.float32 if n == "embedding_bias" else np.int32) for n, v in given.items()]
+    arrays = {
+        "input_ids": found.as_numpy("INPUT_ID")[:1],
+        "input_lengths": lengths[:1],
+        "embedding_bias": bias[:1] * 40,
+    }
+    arrays |= {"request_output_len": np.array([[3]])}
+    inputs = [tensor(n, v, np.float32 if n == "embedding_bias" else np.int32) for n, v in arrays.items()]
     output_ids = client.infer("tensorrt_llm", inputs).as_numpy("output_ids")[0, 0]
     assert set(output_ids[-3:].tolist()) == {int(bias[0].argmax())}
 
@@ -657,9 +661,9 @@ def test_invalid_shared_memory_ranges_are_rejected(
     served: Served, client: triton.InferenceServerClient, region: Any
 ) -> None:
     def infer(size: int, offset: int = 0, name: str = "data") -> None:
-        made = triton.InferInput("text_input", [1, 1], "BYTES")
-        made.set_shared_memory(name, size, offset)
-        client.infer("ensemble", [made, *text_inputs([PROMPT], 2)[1:]])
+        text_input = triton.InferInput("text_input", [1, 1], "BYTES")
+        text_input.set_shared_memory(name, size, offset)
+        client.infer("ensemble", [text_input, *text_inputs([PROMPT], 2)[1:]])
 
     for place, message in [
         ((4097,), "Invalid offset"),
@@ -726,10 +730,10 @@ def test_invalid_shared_memory_ranges_are_rejected(
 def test_invalid_tensor_of_tensorrt_llm_is_rejected_by_name(
     client: triton.InferenceServerClient, more: dict[str, tuple[Any, Any]], message: str
 ) -> None:
-    given = {name: ([[value]], np.int32) for name, value in (("input_ids", 5), ("input_lengths", 1))}
-    given |= {"request_output_len": ([[3]], np.int32)} | more
+    tensors = {name: ([[value]], np.int32) for name, value in (("input_ids", 5), ("input_lengths", 1))}
+    tensors |= {"request_output_len": ([[3]], np.int32)} | more
     with pytest.raises(InferenceServerException, match=message):
-        client.infer("tensorrt_llm", [tensor(name, value, kind) for name, (value, kind) in given.items()])
+        client.infer("tensorrt_llm", [tensor(name, value, kind) for name, (value, kind) in tensors.items()])
 
 
 def test_postprocessing_rejects_unknown_token_ids(client: triton.InferenceServerClient) -> None:

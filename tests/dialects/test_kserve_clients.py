@@ -37,9 +37,9 @@ def callback(user_data: UserData, result: Any, error: Any) -> None:
 
 
 def prepare_tensor(name: str, array: np.ndarray) -> triton.InferInput:
-    made = triton.InferInput(name, array.shape, np_to_triton_dtype(array.dtype))
-    made.set_data_from_numpy(array)
-    return made
+    result = triton.InferInput(name, array.shape, np_to_triton_dtype(array.dtype))
+    result.set_data_from_numpy(array)
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -119,14 +119,19 @@ def prepare_inputs(ids: list[int], tokens: int, streaming: bool, **more: np.ndar
 @pytest.mark.row("triton", "return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens")
 def test_perf_metrics_and_token_counts_are_returned(served: Served, client: triton.InferenceServerClient) -> None:
     """``--return-perf-metrics``, run twice: the second run reuses the prompt's full block from the prefix cache."""
-    wanted = ("return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens")
-    inputs = prepare_inputs([*range(100, 200)], 40, False, **{name: np.array([[True]]) for name in wanted}, **endless())
+    requested = ("return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens")
+    inputs = prepare_inputs(
+        [*range(100, 200)], 40, False, **{name: np.array([[True]]) for name in requested}, **endless()
+    )
     names = ("kv_cache_alloc_new_blocks", "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks")
     names += ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")
     names += ("acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens")
     outputs = [triton.InferRequestedOutput(name) for name in ("output_ids", *names, "num_input_tokens")]
     outputs.append(triton.InferRequestedOutput("num_output_tokens"))
-    for new, reused, total in ((2, 0, 3), (1, 1, 2)):  # 100 prompt and 39 output tokens in blocks of 64
+    for new, reused, total in (
+        (2, 0, 3),
+        (1, 1, 2),
+    ):  # 100 prompt tokens and 39 of the 40 output tokens, in blocks of 64
         begun = time.monotonic_ns()
         result = client.infer("tensorrt_llm", inputs, outputs=outputs)
         ended = time.monotonic_ns()
@@ -226,8 +231,8 @@ def test_chained_models_of_0_10_pass_scores_through_postprocessing(
         "end_id": "OUT_END_ID",
         "pad_id": "OUT_PAD_ID",
     }
-    given = [prepare_tensor(name, before.as_numpy(output)) for name, output in passed.items()]
-    between = client.infer("tensorrt_llm", [*given, *flags])
+    inputs_of_ids = [prepare_tensor(name, before.as_numpy(output)) for name, output in passed.items()]
+    between = client.infer("tensorrt_llm", [*inputs_of_ids, *flags])
     scores = {name: between.as_numpy(name) for name in SCORES}
     tokens_in = {"TOKENS_BATCH": between.as_numpy("output_ids"), "SEQUENCE_LENGTH": between.as_numpy("sequence_length")}
     after = client.infer(

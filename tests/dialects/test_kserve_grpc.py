@@ -178,16 +178,16 @@ def test_stream_chunks_add_up_to_whole_answer(served: Served, empty_last: bool) 
         client.start_stream(lambda result, error: answers.put((result, error)))
         inputs = text_inputs(PROMPT, 30, stream=(True, np.bool_))
         client.async_stream_infer("ensemble", inputs, request_id="7", enable_empty_final_response=empty_last)
-        pieces, last = [], False
+        chunks, last = [], False
         while not last:
             result, error = answers.get(timeout=60)
             assert error is None
             response = result.get_response()
             last = response.parameters["triton_final_response"].bool_param
             assert response.id == "7" and bool(response.outputs) is not (last and empty_last)
-            pieces += [text_of(result)] if response.outputs else []
+            chunks += [text_of(result)] if response.outputs else []
         client.stop_stream()
-    assert "".join(pieces) == completion(served, PROMPT, 30)
+    assert "".join(chunks) == completion(served, PROMPT, 30)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -49,10 +49,10 @@ def model() -> PreTrainedModel:
 
 
 def inputs(client_module: Any, texts: list[str], tokens: int, **more: tuple[Any, Any]) -> list[Any]:
-    given = {"text_input": np.array([[text.encode()] for text in texts], object)}
-    given |= {"max_tokens": np.full((len(texts), 1), tokens, np.int32)}
-    given |= {name: np.full((len(texts), 1), value, kind) for name, (value, kind) in more.items()}
-    return tensors(client_module, given)
+    arrays = {"text_input": np.array([[text.encode()] for text in texts], object)}
+    arrays |= {"max_tokens": np.full((len(texts), 1), tokens, np.int32)}
+    arrays |= {name: np.full((len(texts), 1), value, kind) for name, (value, kind) in more.items()}
+    return tensors(client_module, arrays)
 
 
 def tensors(client_module: Any, arrays: dict[str, np.ndarray]) -> list[Any]:
@@ -84,11 +84,11 @@ def test_logits_equal_transformers(served: Served, model: PreTrainedModel, token
     longest, vocabulary = max(map(len, prompts)), model.config.vocab_size
     more = {**ALL, **PENALIZED, "num_return_sequences": (2, np.int32), "end_id": (-1, np.int32)}
     more |= {"request_output_len": (6, np.int32), "temperature": (0.8, np.float32), "runtime_top_p": (0.9, np.float32)}
-    given = {name: np.full((2, 1), value, kind) for name, (value, kind) in more.items()}
-    given |= {"input_ids": np.array([ids + [0] * (longest - len(ids)) for ids in prompts], np.int32)}
-    given |= {"input_lengths": np.array([[len(ids)] for ids in prompts], np.int32)}
+    arrays = {name: np.full((2, 1), value, kind) for name, (value, kind) in more.items()}
+    arrays |= {"input_ids": np.array([ids + [0] * (longest - len(ids)) for ids in prompts], np.int32)}
+    arrays |= {"input_lengths": np.array([[len(ids)] for ids in prompts], np.int32)}
     with triton_http.InferenceServerClient(served.root.removeprefix("http://")) as client:
-        answer = client.infer("tensorrt_llm", tensors(triton_http, given))
+        answer = client.infer("tensorrt_llm", tensors(triton_http, arrays))
     context, generated = answer.as_numpy("context_logits"), answer.as_numpy("generation_logits")
     assert context.shape == (2, longest, vocabulary) and generated.shape == (2, 2, 6, vocabulary)
     for row, prompt in enumerate(prompts):
@@ -120,16 +120,16 @@ def test_logits_are_identical_in_every_transport_and_batch(served: Served) -> No
         client.start_stream(lambda result, error: answers.put((result, error)))
         client.async_stream_infer("ensemble", inputs(triton_grpc, TEXTS[:1], 6, **ALL, stream=(True, np.bool_)))
         client.stop_stream()
-    contexts, pieces = [], []
+    contexts, chunks = [], []
     while not answers.empty():
         result, error = answers.get()
         assert error is None
         if (found := result.as_numpy("context_logits")) is not None:
             contexts.append(found)
-        pieces.append(result.as_numpy("generation_logits"))
+        chunks.append(result.as_numpy("generation_logits"))
     assert len(contexts) == 1
     np.testing.assert_array_equal(contexts[0], context)
-    np.testing.assert_array_equal(np.concatenate(pieces, axis=2), generated)
+    np.testing.assert_array_equal(np.concatenate(chunks, axis=2), generated)
 
 
 def test_unrequested_scores_are_zero(served: Served) -> None:

@@ -78,9 +78,9 @@ def by_pydantic(kind: inspect.Type, value: Any) -> Any:
 def by_penstock(schema: type[RequestBody], name: str, value: Any, lax: Any) -> Any:
     """Return Penstock's value of the field, or ``...`` if it is rejected. Checks that the error names the field."""
     required = {field.encode_name for field in msgspec.structs.fields(schema) if field.required}
-    given = {key: REQUIRED[key] for key in required} | {name: value}
+    body = {key: REQUIRED[key] for key in required} | {name: value}
     try:
-        return getattr(convert(given, schema, UnknownFields(), lax), name)
+        return getattr(convert(body, schema, UnknownFields(), lax), name)
     except PenstockError as error:
         assert error.failure.field.partition("[")[0].partition(".")[0] == name, error
         return ...
@@ -111,7 +111,7 @@ def test_strict_dialects_convert_only_between_numbers(schema: type[RequestBody])
 
 
 def test_nested_values_are_converted_and_strings_are_kept() -> None:
-    given = {
+    body = {
         "messages": [{"role": "user", "content": "4", "name": "true"}],
         "stream_options": {"include_usage": "true"},
         "logit_bias": {"5": "1.5"},
@@ -122,7 +122,7 @@ def test_nested_values_are_converted_and_strings_are_kept() -> None:
         "response_format": {"type": "json_schema", "json_schema": {"name": "4", "schema": {"minimum": "4"}}},
         "tools": [{"type": "function", "function": {"name": "a", "parameters": {"maximum": "4", "x": "true"}}}],
     }
-    request = convert(given, ChatRequest, UnknownFields(), "pydantic")
+    request = convert(body, ChatRequest, UnknownFields(), "pydantic")
     assert request.messages[0].content == "4" and request.messages[0].name == "true"
     assert request.stream_options and request.stream_options.include_usage is True
     assert request.logit_bias == {5: 1.5} and request.stop == ["4", "true"] and request.stop_token_ids == [7, 8]

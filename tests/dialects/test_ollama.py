@@ -43,14 +43,14 @@ def test_chat_stream_equals_whole_answer(client: ollama.Client) -> None:
     assert ANSWER in (whole.message.content or "")
     assert (whole.done, whole.done_reason, whole.message.role) == (True, "stop", "assistant")
     assert whole.eval_count and whole.prompt_eval_count and whole.total_duration and whole.eval_duration
-    pieces = list(client.chat(f"{MODEL}:latest", messages, options=GREEDY, stream=True))
-    assert len(pieces) >= 2
-    assert "".join(piece.message.content or "" for piece in pieces) == whole.message.content
-    assert [piece.done for piece in pieces] == [False] * (len(pieces) - 1) + [True]
-    assert pieces[-1].eval_count == whole.eval_count
-    drawn = {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "seed": 7, "stop": ["Ottawa"]}
-    drawn |= {"presence_penalty": 0.1, "frequency_penalty": 0.1}
-    first, again = (client.chat(MODEL, messages, options=drawn).message.content for _ in range(2))
+    chunks = list(client.chat(f"{MODEL}:latest", messages, options=GREEDY, stream=True))
+    assert len(chunks) >= 2
+    assert "".join(chunk.message.content or "" for chunk in chunks) == whole.message.content
+    assert [chunk.done for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1].eval_count == whole.eval_count
+    sampling = {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "seed": 7, "stop": ["Ottawa"]}
+    sampling |= {"presence_penalty": 0.1, "frequency_penalty": 0.1}
+    first, again = (client.chat(MODEL, messages, options=sampling).message.content for _ in range(2))
     assert first == again and ANSWER not in (first or "")
 
 
@@ -58,8 +58,8 @@ def test_tool_is_called_and_its_result_read(client: ollama.Client) -> None:
     messages: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather in Paris?"}]
     for stream in (False, True):
         answer = client.chat(MODEL, messages, tools=[WEATHER], options=GREEDY, stream=stream)  # type: ignore[call-overload]
-        pieces = list(answer) if stream else [answer]
-        (call,) = [call for piece in pieces for call in piece.message.tool_calls or ()]
+        chunks = list(answer) if stream else [answer]
+        (call,) = [call for chunk in chunks for call in chunk.message.tool_calls or ()]
         assert (call.function.name, call.function.arguments) == ("get_weather", {"city": "Paris"})
     messages += [
         {"role": "assistant", "tool_calls": [{"function": {"name": "get_weather", "arguments": {"city": "Paris"}}}]},
@@ -101,7 +101,7 @@ def test_generate_options_take_effect(client: ollama.Client) -> None:
     whole = client.generate(MODEL, QUESTION, options=GREEDY)
     assert ANSWER in whole.response
     assert (
-        "".join(piece.response for piece in client.generate(MODEL, QUESTION, options=GREEDY, stream=True))
+        "".join(chunk.response for chunk in client.generate(MODEL, QUESTION, options=GREEDY, stream=True))
         == whole.response
     )
     raw = client.generate(

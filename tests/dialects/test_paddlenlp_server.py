@@ -255,7 +255,7 @@ def test_variable_names_before_version_3_are_accepted() -> None:
 
 @pytest.mark.row("paddlenlp", "SERVICE_GRPC_PORT", "CUDA_VISIBLE_DEVICES", "POD_IPS", "POD_0_IP")
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("variables", "message"),
     [
         ({"GRPC_PORT": "1"}, "SERVICE_GRPC_PORT: is 8811, but GRPC_PORT"),
         ({"HEALTH_HTTP_PORT": "99999"}, "HEALTH_HTTP_PORT: '99999' is wrong: must be a port"),
@@ -278,16 +278,18 @@ def test_variable_names_before_version_3_are_accepted() -> None:
         ({"model_name": "chat"}, "model_name: 'chat' is wrong: it must be org/model"),
     ],
 )
-def test_invalid_variable_is_rejected_by_name(given: dict[str, str], message: str) -> None:
+def test_invalid_variable_is_rejected_by_name(variables: dict[str, str], message: str) -> None:
     with pytest.raises(PenstockError, match=message):
-        read({}, None, PORT_VARIABLES | given, load("paddlenlp"))
+        read({}, None, PORT_VARIABLES | variables, load("paddlenlp"))
 
 
 @pytest.mark.row("paddlenlp", "MP_NNODE", "INTER_PROC_PORT")
 @pytest.mark.parametrize(("first", "rank"), [("127.0.0.1", 0), ("198.51.100.1", 1)])
 def test_pod_ips_set_node_rank(first: str, rank: int) -> None:
-    given = {"MP_NUM": "16", "MP_NNODE": "2", "POD_IPS": "127.0.0.1,198.51.100.1", "POD_0_IP": first}
-    found = read({}, None, PORT_VARIABLES | given | {"INTER_PROC_PORT": "8813"}, load("paddlenlp")).configuration.engine
+    variables = {"MP_NUM": "16", "MP_NNODE": "2", "POD_IPS": "127.0.0.1,198.51.100.1", "POD_0_IP": first}
+    found = read(
+        {}, None, PORT_VARIABLES | variables | {"INTER_PROC_PORT": "8813"}, load("paddlenlp")
+    ).configuration.engine
     assert (found.nnodes, found.node_rank, found.master_addr, found.master_port) == (2, rank, first, 8813)
     assert found.tensor_parallel_size == 16
 

@@ -31,12 +31,12 @@ def run(check: Callable[[ScriptedServer], Any], **options: Any) -> None:
 
 @pytest.mark.parametrize("prefill", PREFILLS)
 def test_prefill_is_unmodified_in_prompt_of_each_dialect(prefill: str) -> None:
-    begun = {"role": "assistant", "content": prefill}
+    last = {"role": "assistant", "content": prefill}
 
     async def check(server: ScriptedServer) -> None:
         server.say(" so.")
         continuing = {"add_generation_prompt": False, "continue_final_message": True}
-        messages: list[Any] = [QUESTION, begun]
+        messages: list[Any] = [QUESTION, last]
         await server.openai.chat.completions.create(model="default", messages=messages, extra_body=continuing)
         assert server.prompt == f"[user]Go on.[assistant]{prefill}"
         await server.anthropic.messages.create(model="default", max_tokens=9, messages=messages)

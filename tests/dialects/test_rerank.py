@@ -200,7 +200,7 @@ def test_cohere_embed_truncates_long_texts(encoder: Path, embedder: Served) -> N
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("fields", "message"),
     [
         ({"images": ["data:image/png;base64,AA"]}, "images: this endpoint embeds text only"),
         (
@@ -212,8 +212,8 @@ def test_cohere_embed_truncates_long_texts(encoder: Path, embedder: Served) -> N
         ({"texts": ["river"], "embedding_types": ["int4"]}, "embedding_types"),
     ],
 )
-def test_unsupported_cohere_embed_request_is_rejected(embedder: Served, given: Any, message: str) -> None:
-    answer = httpx.post(embedder.root + "/v2/embed", json=given | {"input_type": "clustering"}, timeout=60)
+def test_unsupported_cohere_embed_request_is_rejected(embedder: Served, fields: Any, message: str) -> None:
+    answer = httpx.post(embedder.root + "/v2/embed", json=fields | {"input_type": "clustering"}, timeout=60)
     assert answer.status_code in (400, 422, 501), answer.text
     assert message in answer.json()["message"]
 

@@ -159,8 +159,8 @@ class City(pydantic.BaseModel, extra="forbid"):
 @pytest.mark.row("responses", "text.format", "text", "json_schema", "json_object")
 @BOTH
 def test_text_format_constrains_answer(client: openai.OpenAI, ask: Any) -> None:
-    wanted = {"format": {"type": "json_schema", "name": "city", "schema": SCHEMA, "strict": True}}
-    assert list(json.loads(ask(client, **PLAIN, input=CAPITAL, text=wanted).output_text)) == ["city"]
+    text_config = {"format": {"type": "json_schema", "name": "city", "schema": SCHEMA, "strict": True}}
+    assert list(json.loads(ask(client, **PLAIN, input=CAPITAL, text=text_config).output_text)) == ["city"]
     free = ask(client, **PLAIN, input=CAPITAL, text={"format": {"type": "text"}})
     assert free.output_text == ask(client, **PLAIN, input=CAPITAL).output_text
     json_object = ask(client, **PLAIN, input=CAPITAL, text={"format": {"type": "json_object"}})

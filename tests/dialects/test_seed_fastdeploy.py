@@ -38,9 +38,9 @@ LONG = "The fox and the owl went to the river, and the river said: " * 8
 
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
-    made = Shell(tmp_path_factory.mktemp("fastdeploy"))
-    made.environment |= {"shims": str(made.programs / "modules"), "model": str(demo.CHAT)}
-    return made
+    result = Shell(tmp_path_factory.mktemp("fastdeploy"))
+    result.environment |= {"shims": str(result.programs / "modules"), "model": str(demo.CHAT)}
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -220,9 +220,9 @@ def test_llm_accepts_all_documented_parameters(caplog: pytest.LogCaptureFixture)
     assert document
     cells = [line.split(" | ")[0] for line in document[0].splitlines()]
     parameters = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
-    given = SAME_NAME | IGNORED | ONE_VALUE | REST
-    assert given.keys() == parameters
-    llm = LLM(demo.CHAT, compat="fastdeploy", **given)
+    arguments = SAME_NAME | IGNORED | ONE_VALUE | REST
+    assert arguments.keys() == parameters
+    llm = LLM(demo.CHAT, compat="fastdeploy", **arguments)
     for name, value in SAME_NAME.items():
         assert getattr(llm.options, name) == value, name
     assert (llm.options.kv_offloading_size, llm.options.max_queue_time) == (0.01, 0.0), (
@@ -295,8 +295,8 @@ def test_prompt_token_ids_and_disable_chat_template_equal_prompt(client: openai.
     text = client.completions.create(**plain, prompt=LONG, extra_body={"return_token_ids": True})
     ids = text.choices[0].prompt_token_ids  # type: ignore[attr-defined]
     assert len(text.choices[0].completion_token_ids) == 8  # type: ignore[attr-defined]
-    for given in ({"prompt": "something else", "prompt_token_ids": ids}, {"prompt": "", "prompt_token_ids": [ids]}):
-        again = client.completions.create(**plain, prompt=given["prompt"], extra_body=given)
+    for fields in ({"prompt": "something else", "prompt_token_ids": ids}, {"prompt": "", "prompt_token_ids": [ids]}):
+        again = client.completions.create(**plain, prompt=fields["prompt"], extra_body=fields)
         assert again.choices[0].text == text.choices[0].text
     with pytest.raises(openai.BadRequestError, match="prompt_token_ids"):
         client.completions.create(**plain, prompt="a", extra_body={"prompt_token_ids": [1, [2]]})

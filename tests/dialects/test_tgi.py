@@ -70,8 +70,8 @@ def test_details_have_tokens_and_finish_reason(client: InferenceClient) -> None:
     stopped = client.text_generation(PROMPT, details=True, stop=["Ottawa"])
     assert stopped.details and stopped.details.finish_reason == "stop_sequence"
     assert stopped.generated_text.endswith("Ottawa")
-    pieces = list(client.text_generation(PROMPT, stream=True, stop=["Ottawa"]))
-    assert "".join(pieces) == stopped.generated_text
+    chunks = list(client.text_generation(PROMPT, stream=True, stop=["Ottawa"]))
+    assert "".join(chunks) == stopped.generated_text
 
 
 @pytest.mark.row("tgi", "do_sample")

@@ -77,9 +77,8 @@ def test_arguments_are_streamed_in_chunks(client: openai.OpenAI) -> None:
     assert (streamed.content, streamed.reason) == (whole.content, whole.reason) == ("", "tool_calls")
     write = tool("write", text={"type": "string", "minLength": 500})
     long = ask(client, True, IN_PARIS, tools=[write], tool_choice="required", max_tokens=1000)
-    assert (
-        long.pieces > 1 and long.calls[0][0] == "write"
-    )  # a busy server puts several tokens in a chunk, but not hundreds
+    # a busy server puts several tokens in a chunk, but not hundreds
+    assert long.pieces > 1 and long.calls[0][0] == "write"
 
 
 @both

@@ -126,9 +126,9 @@ LIMITS = {
 @pytest.mark.row("triton", "--max_input_len", "--max_output_len", "--max_seq_len", "--max_beam_width", "engine_dir")
 def test_build_limits_set_server_limits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     convert("convert_checkpoint.py", tmp_path / "checkpoint", model_dir=demo.CHAT)
-    given = {name: value for name, (_, value) in LIMITS.items()}
-    found, _ = convert("trtllm-build", tmp_path / "engine", checkpoint_dir=tmp_path / "checkpoint", **given)
-    assert found["build_config"].items() >= given.items()
+    flags = {name: value for name, (_, value) in LIMITS.items()}
+    found, _ = convert("trtllm-build", tmp_path / "engine", checkpoint_dir=tmp_path / "checkpoint", **flags)
+    assert found["build_config"].items() >= flags.items()
     assert found["pretrained_config"]["checkpoint"] == str(demo.CHAT)
     repository = filled(write_templates(tmp_path / "a"), tmp_path / "engine", triton_max_batch_size="7")
     text = (repository / "tensorrt_llm" / "config.pbtxt").read_text()

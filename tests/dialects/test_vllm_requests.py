@@ -260,8 +260,8 @@ def test_return_prompt_text_returns_prompt(plain: httpx.Client) -> None:
 @pytest.mark.row("vllm", "disable_additional_properties")
 def test_disable_additional_properties_restricts_objects(plain: httpx.Client) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
-    for given in (schema, json.dumps(schema)):
-        constraint = {"json": given, "disable_additional_properties": True, "disable_any_whitespace": True}
+    for json_schema in (schema, json.dumps(schema)):
+        constraint = {"json": json_schema, "disable_additional_properties": True, "disable_any_whitespace": True}
         message = chat(plain, structured_outputs=constraint, max_tokens=40)["choices"][0]["message"]
         assert json.loads(message["content"]).keys() == {"a"}
     found = chat(plain, 400, structured_outputs={"json": "{", "disable_additional_properties": True})
