@@ -140,7 +140,7 @@ def test_failed_start_is_explained(shell: Shell) -> None:
     assert status == 2 and "graph/rank_0/model.pdiparams is a static graph, which only Paddle runs" in output
     assert "static graph" in (shell.folder / "log" / "console.log").read_text()
     status, output = shell.run("start_server", MODEL_DIR=str(demo.CHAT), BLOCK_BS="1e7")
-    assert status == 2 and "BLOCK_BS: 1e+07 of 2048 tokens take" in output and "at most" in output
+    assert status == 2 and "BLOCK_BS: 1e+07 sequences of 2048 tokens take" in output and "at most" in output
     assert shell.run("start_server", BATCH_SIZE="129") == (
         2,
         "start_server: BATCH_SIZE: '129' is wrong: must be from 1 to 128\n",
