@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serving import Served, within
+from serving import Served, run_in_process
 from shell import Shell
 from test_lora import adapter
 from transformers import PreTrainedTokenizerFast
@@ -217,7 +217,7 @@ def test_stream_reports_dead_engine(served: Served) -> None:
 
 
 def settings_of(*flags: str) -> dict[str, Any]:
-    """Settings printed by ``penstock config``, run in this process."""
+    """Settings of ``penstock config``, without its log."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         assert main(["config", "--json", "--compat", "bladellm", *flags]) == 0
@@ -225,8 +225,8 @@ def settings_of(*flags: str) -> dict[str, Any]:
 
 
 def configured(*flags: str) -> dict[str, Any]:
-    """Settings and log (``stderr``) of ``penstock config``, run in a fresh process."""
-    found = within(main, "config", "--json", "--compat", "bladellm", *flags)
+    """Settings of ``penstock config``, and its log as ``stderr``."""
+    found = run_in_process(main, "config", "--json", "--compat", "bladellm", *flags)
     assert found.returncode == 0, found
     return {name: setting["value"] for name, setting in json.loads(found.stdout).items()} | {"stderr": found.stderr}
 
@@ -424,7 +424,7 @@ def test_quantized_folder_is_served_in_its_format(shell: Shell) -> None:
         --bit 8
     """
     for _ in range(2):
-        assert shell.says(command) == "int8: weights will be quantized to wint8 at load\n"
+        assert shell.output_of(command) == "int8: weights will be quantized to wint8 at load\n"
     quantized = LLM(shell.folder / "int8")
     assert quantized.options.quantization == "none" and "wint8" in quantized.engine.info.fingerprint
     plain = LLM(demo.CHAT, quantization="wint8")
@@ -489,7 +489,7 @@ def test_split_folder_has_weights_of_each_rank(shell: Shell) -> None:
     message = "split: an engine folder for 2 ranks, bfloat16, kernels of the layout cpu-3\n"
     for _ in range(2):
         command = f"blade_llm_split --tensor_parallel_size 2 --model {demo.CHAT} --output_dir split"
-        assert shell.says(command) == message
+        assert shell.output_of(command) == message
     assert {file.name for file in (shell.folder / "split").iterdir()} > {"rank_0", "rank_1", "tokenizer.json"}
     failed = shell.run(f"blade_llm_split --tensor_parallel_size 0 --model {demo.CHAT} --output_dir other")
     assert (

@@ -15,7 +15,7 @@ import requests
 import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
 from serving import Served
-from storm import settled
+from storm import wait_until_idle
 
 BODY: dict[str, Any] = {"text": "Once upon a time", "temperature": 0, "max_dec_len": 12}
 
@@ -117,7 +117,7 @@ def test_cancelled_stream_frees_req_id_and_kv_blocks(served: Served, client: tri
     waiting = threading.Event()
     while "error_msg" in stream_chunks(client, json.dumps([BODY | {"req_id": "mine", "max_dec_len": 1}]).encode())[-1]:
         assert not waiting.wait(0.01)  # the engine has not yet noticed the disconnect
-    asyncio.run(settled(served))
+    asyncio.run(wait_until_idle(served))
 
 
 def test_unary_call_returns_whole_answer(client: triton.InferenceServerClient) -> None:

@@ -110,7 +110,7 @@ def outline(document: Any) -> Any:
 
 @pytest.mark.row("bladellm", "Authorization: TOKEN", '"stream": "true"', "chunks", "max_tokens")
 def test_streamed_chunks_match_documented_answer(shell: Shell, served: Served) -> None:
-    found = events(shell.says(REQUEST.replace("<service_url>", served.root)))
+    found = events(shell.output_of(REQUEST.replace("<service_url>", served.root)))
     first, last = events(ANSWER)
     *chunks, end = found
     assert {json.dumps(outline(chunk)) for chunk in chunks} == {json.dumps(outline(first))}
@@ -136,7 +136,7 @@ def test_documented_service_json_is_served(shell: Shell, served: Served) -> None
     command = shell.command("exec penstock serve --service-json service.json")
     with Served(command=command, environment=shell.environment) as service:
         assert service.name == "blade_llm_bloom_server"
-        text = shell.says(REQUEST.replace("<service_url>", service.root))
+        text = shell.output_of(REQUEST.replace("<service_url>", service.root))
         assert outline(events(text)[-1]) == outline(events(ANSWER)[-1])
         log = "\n".join(service.lines)
     ignored = {"containers[0].image": True, "metadata.memory": True, "metadata.resource": True}

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from serving import workers_of
-from shell import programs
+from serving import worker_pids
+from shell import write_programs
 from test_hub import NEW, Hub
 from test_paddlenlp_server import free_port_variables
 
@@ -33,7 +33,7 @@ class Terminal:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.ports = free_port_variables()
-        bin = programs(folder / "bin")
+        bin = write_programs(folder / "bin")
         (folder / "download_model.py").symlink_to(bin / "download_model.py")
         path = f"{bin}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         unbound = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -335,7 +335,7 @@ def test_mpirun_starts_and_stops_one_server(elsewhere: Terminal) -> None:
     status, output = elsewhere.run(f"{PORTS}{two}export MODEL_DIR=/models SERVICE_HTTP_PORT=-1\nmpirun start_server")
     assert status == 0 and output.count("Ready: process") == 1, output
     server = int(output.partition("Ready: process ")[2].partition(",")[0])
-    assert sorted(workers_of(server)) == ["penstock-rank0", "penstock-rank1"]
+    assert sorted(worker_pids(server)) == ["penstock-rank0", "penstock-rank1"]
     assert os.sched_getaffinity(server) == os.sched_getaffinity(0)
     assert "gRPC at 127.0.0.1:" in output and "without HTTP" in (elsewhere.folder / "log" / "server.log").read_text()
     with pytest.raises(httpx.ConnectError):

@@ -101,8 +101,8 @@ async def chat(server: ScriptedServer) -> tuple[Any, Any]:
     client = server.openai
     tools: Any = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in NAMES]
     fields: dict[str, Any] = {"model": "default", "messages": QUESTION, "tools": tools}
-    fields["parallel_tool_calls"] = not server.one_call
-    extra = THINKING | {"include_reasoning": not server.hides}
+    fields["parallel_tool_calls"] = not server.single_tool_call
+    extra = THINKING | {"include_reasoning": not server.hide_reasoning}
     whole = await client.chat.completions.create(**fields, extra_body=extra)
     message: Any = whole.choices[0].message
     found = joined(
@@ -156,10 +156,10 @@ async def messages(server: ScriptedServer) -> tuple[Any, Any]:
     client = server.anthropic
     tools: Any = [{"name": name, "input_schema": SCHEMA} for name in NAMES]
     fields: Any = {"model": "default", "max_tokens": 9999, "messages": QUESTION, "tools": tools}
-    fields["thinking"] = {"type": "enabled", "budget_tokens": 9000} if server.thinks else {"type": "adaptive"}
-    if server.hides:
+    fields["thinking"] = {"type": "enabled", "budget_tokens": 9000} if server.thinking else {"type": "adaptive"}
+    if server.hide_reasoning:
         fields["thinking"]["display"] = "omitted"
-    if server.one_call:
+    if server.single_tool_call:
         fields["tool_choice"] = {"type": "auto", "disable_parallel_tool_use": True}
     whole = await client.messages.create(**fields)
     raw: dict[int, str] = {}
@@ -196,7 +196,7 @@ async def responses(server: ScriptedServer) -> tuple[Any, Any]:
     client = server.openai
     tools: Any = [{"type": "function", "name": name, "parameters": SCHEMA, "strict": False} for name in NAMES]
     fields: Any = {"model": "default", "input": QUESTION, "tools": tools, "extra_body": THINKING}
-    fields["parallel_tool_calls"] = not server.one_call
+    fields["parallel_tool_calls"] = not server.single_tool_call
     whole = await client.responses.create(**fields)
     parts: list[Part] = []
     async for event in await client.responses.create(**fields, stream=True):
@@ -225,7 +225,7 @@ async def lines(server: ScriptedServer, path: str, body: Any, headers: dict[str,
 async def ollama(server: ScriptedServer) -> tuple[Any, Any]:
     tools = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in NAMES]
     body = {"model": "default", "messages": QUESTION, "tools": tools}
-    if server.thinks:
+    if server.thinking:
         body["think"] = True
 
     def message_parts(message: Any) -> list[Part]:
@@ -313,7 +313,7 @@ def test_streams_equal_whole_answers(form: str) -> None:
         tokens = server.encode(write(parts))
         cuts = sorted(data.draw(st.sets(st.integers(1, len(tokens)), max_size=12)))
         server.engines.steps = [tokens[a:b] for a, b in itertools.pairwise([0, *cuts, len(tokens)])]
-        server.thinks, server.hides, server.one_call = (
+        server.thinking, server.hide_reasoning, server.single_tool_call = (
             form == "hermes",
             data.draw(st.booleans()),
             data.draw(st.booleans()),
@@ -322,7 +322,7 @@ def test_streams_equal_whole_answers(form: str) -> None:
             whole, streamed = await dialect(server)
             assert streamed == whole, dialect.__name__
             calls = [(part.name, part.text) for part in parts if part.kind == "call"]
-            one_call = server.one_call and dialect in (chat, messages, responses)
+            one_call = server.single_tool_call and dialect in (chat, messages, responses)
             assert whole["calls"] == (calls[:1] if one_call else calls)
         for name in PLAIN:
             await check_plain(server, name)

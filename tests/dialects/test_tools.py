@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from asking import PLAIN, THINK, Told, ask
+from openai_chats import PLAIN_TEMPLATE, THINK, ChatResult, ask
 from serving import Served
 
 
@@ -51,7 +51,7 @@ def client() -> Iterator[openai.OpenAI]:
 both = pytest.mark.parametrize("stream", [False, True])
 
 
-def check_calls(answer: Told) -> None:
+def check_calls(answer: ChatResult) -> None:
     assert answer.calls
     for name, arguments in answer.calls[:-1] if answer.reason == "length" else answer.calls:
         known = next(t["function"]["parameters"] for t in [*TOOLS, PLAN] if t["function"]["name"] == name)
@@ -78,7 +78,7 @@ def test_arguments_are_streamed_in_chunks(client: openai.OpenAI) -> None:
     write = tool("write", text={"type": "string", "minLength": 500})
     long = ask(client, True, IN_PARIS, tools=[write], tool_choice="required", max_tokens=1000)
     # a busy server puts several tokens in a chunk, but not hundreds
-    assert long.pieces > 1 and long.calls[0][0] == "write"
+    assert long.num_argument_chunks > 1 and long.calls[0][0] == "write"
 
 
 @both
@@ -121,7 +121,7 @@ FORMATS = {
 
 @pytest.mark.parametrize("tool_format", FORMATS)
 def test_format_is_detected_generated_and_parsed(client: openai.OpenAI, tool_format: str) -> None:
-    template = {"chat_template": PLAIN.replace("TEACHES", FORMATS[tool_format])}
+    template = {"chat_template": PLAIN_TEMPLATE.replace("TEACHES", FORMATS[tool_format])}
     for fields in (
         {"tool_choice": {"type": "function", "function": {"name": "roll"}}},
         {"tool_choice": "required", "temperature": 1, "seed": 5, "max_tokens": 100},
@@ -139,7 +139,7 @@ def test_format_is_detected_generated_and_parsed(client: openai.OpenAI, tool_for
 def test_call_ids_match_template(client: openai.OpenAI) -> None:
     patterns = {"mistral": "[0-9a-zA-Z]{9}", "deepseek_v3": "call_[0-9a-f]{24}"}
     for tool_format, pattern in patterns.items():
-        template = {"chat_template": PLAIN.replace("TEACHES", FORMATS[tool_format])}
+        template = {"chat_template": PLAIN_TEMPLATE.replace("TEACHES", FORMATS[tool_format])}
         fields: dict[str, Any] = {"model": "default", "messages": IN_PARIS, "tools": TOOLS, "tool_choice": "required"}
         answer = client.chat.completions.create(
             **fields, extra_body=template, parallel_tool_calls=False, max_tokens=200
@@ -158,7 +158,7 @@ def test_tool_call_parser_selects_format() -> None:
 
 
 def test_schema_unsupported_by_format_is_rejected(client: openai.OpenAI) -> None:
-    template = {"chat_template": PLAIN.replace("TEACHES", FORMATS["qwen3_coder"])}
+    template = {"chat_template": PLAIN_TEMPLATE.replace("TEACHES", FORMATS["qwen3_coder"])}
     wrong = tool("roll", **{"a b": {"type": "string"}})
     with pytest.raises(openai.BadRequestError, match="the name of the parameter 'a b' is not supported") as caught:
         ask(client, False, IN_PARIS, tools=[wrong], tool_choice="required", extra_body=template)
@@ -166,6 +166,6 @@ def test_schema_unsupported_by_format_is_rejected(client: openai.OpenAI) -> None
 
 
 def test_tools_are_rejected_with_unknown_format(client: openai.OpenAI) -> None:
-    template = {"chat_template": PLAIN.replace("TEACHES", "<|calls|>")}
+    template = {"chat_template": PLAIN_TEMPLATE.replace("TEACHES", "<|calls|>")}
     with pytest.raises(openai.BadRequestError, match="tools: this model's chat template does not support tools"):
         ask(client, False, IN_PARIS, tools=TOOLS, extra_body=template)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Said, within
+from serving import CommandResult, run_in_process
 from test_triton_profile import config, filled
 from triton_templates import write_templates
 
@@ -16,8 +16,8 @@ from penstock import LLM, demo
 from penstock.cli.compat.trtllm import COMMANDS
 
 
-def run(command: str, **flags: Any) -> Said:
-    """Run a command in a fresh process. A flag with the value True is passed without a value."""
+def run(command: str, **flags: Any) -> CommandResult:
+    """Run a command in this process. A flag with the value True is passed without a value."""
     arguments = [
         argument
         for name, value in flags.items()
@@ -25,7 +25,7 @@ def run(command: str, **flags: Any) -> Said:
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [command, *arguments])
-        return within(lambda _: COMMANDS[command]())
+        return run_in_process(lambda _: COMMANDS[command]())
 
 
 def convert(command: str, folder: Path, **flags: Any) -> tuple[dict[str, Any], str]:
