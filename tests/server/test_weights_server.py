@@ -189,7 +189,7 @@ def test_what_is_refused_changes_nothing(
     before = client.told("/v1/weights")
     for fields, words in (
         ({"path": str(broken)}, "not finite"),
-        ({"path": str(folders[0].parent / "missing")}, "no folder"),
+        ({"path": str(folders[0].parent / "missing")}, "is not a folder"),
         ({"path": "/etc"}, "allowed-local-weights-path"),
         ({"path": str(folders[0].parent / "outside")}, "allowed-local-weights-path"),
         ({"path": f"{folders[1]}/../../../etc"}, "allowed-local-weights-path"),
