@@ -78,8 +78,8 @@ class KVProxy:
                     delayed.append((message, data))
                     continue
                 self.faults += frames != [(message, data)]
-                for header, content in [*frames, *delayed]:
-                    encoded = encode(header)
+                for forwarded, content in [*frames, *delayed]:
+                    encoded = encode(forwarded)
                     target.sendall(len(encoded).to_bytes(4, "little") + encoded + content)
                 delayed.clear()
         for each in (source, target):
