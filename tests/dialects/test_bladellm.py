@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serving import Served, within
+from serving import Served, run_in_process
 from shell import Shell
 from test_lora import adapter
 from transformers import PreTrainedTokenizerFast
@@ -225,7 +225,7 @@ def settings_of(*flags: str) -> dict[str, Any]:
 
 
 def configured(*flags: str) -> dict[str, Any]:
-    found = within(main, "config", "--json", "--compat", "bladellm", *flags)
+    found = run_in_process(main, "config", "--json", "--compat", "bladellm", *flags)
     assert found.returncode == 0, found
     return {name: setting["value"] for name, setting in json.loads(found.stdout).items()} | {"said": found.stderr}
 

@@ -16,7 +16,7 @@ import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
 import tritonclient.http as triton_http
 from serving import Served
-from storm import page, soon
+from storm import eventually, read_metrics
 
 PROMPT, TOKENS = "The story of a fox:", 14
 QUESTION = [{"role": "user", "content": "What is the capital of Canada?"}]
@@ -196,10 +196,10 @@ def test_clients_of_all_dialects_leave_and_nothing_is_lost(served: Served) -> No
             await asyncio.gather(*(leave() for leave in leaving))
 
         async def quiet() -> None:
-            found = await page(served)
+            found = await read_metrics(served)
             assert (found["penstock:num_requests_open"], found["penstock:kv_cache_usage_perc"]) == (0, 0)
 
-        await soon(quiet, 30)
+        await eventually(quiet, 30)
 
     asyncio.run(storm())
     test_one_request_gives_the_same_in_every_dialect(served)

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serving import Served, free_ports, within
+from serving import Served, free_ports, run_in_process
 
 from penstock import LLM, GuidedDecodingParams, PenstockError, SamplingParams
 from penstock.cli.main import main
@@ -23,7 +23,7 @@ MESSAGES = [{"role": "user", "content": "What is the capital of Canada?"}]
 
 
 def configured(*flags: str) -> dict[str, Any]:
-    found = within(main, "config", "--json", "--compat", "fastdeploy", *flags)
+    found = run_in_process(main, "config", "--json", "--compat", "fastdeploy", *flags)
     assert found.returncode == 0, found
     return {name: setting["value"] for name, setting in json.loads(found.stdout).items()} | {"said": found.stderr}
 

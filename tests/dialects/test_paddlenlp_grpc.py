@@ -15,7 +15,7 @@ import requests
 import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
 from serving import Served
-from storm import settled
+from storm import wait_until_idle
 
 ASKED: dict[str, Any] = {"text": "Once upon a time", "temperature": 0, "max_dec_len": 12}
 
@@ -119,7 +119,7 @@ def test_a_client_that_leaves_gives_its_id_and_its_blocks_back(
     waiting = threading.Event()
     while "error_msg" in told(client, json.dumps([ASKED | {"req_id": "mine", "max_dec_len": 1}]).encode())[-1]:
         assert not waiting.wait(0.01)  # the engine has yet to hear that the client disconnected
-    asyncio.run(settled(served))
+    asyncio.run(wait_until_idle(served))
 
 
 def test_whoever_asks_for_one_answer_gets_it_whole(client: triton.InferenceServerClient) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from serving import workers_of
+from serving import worker_pids
 from shell import programs
 from test_hub import NEW, Hub
 from test_paddlenlp_server import own_ports
@@ -334,7 +334,7 @@ def test_mpirun_starts_and_stops_one_server(elsewhere: Terminal) -> None:
     status, said = elsewhere.run(f"{PORTS}{two}export MODEL_DIR=/models SERVICE_HTTP_PORT=-1\nmpirun start_server")
     assert status == 0 and said.count("Ready: process") == 1, said
     server = int(said.partition("Ready: process ")[2].partition(",")[0])
-    assert sorted(workers_of(server)) == ["penstock-rank0", "penstock-rank1"]
+    assert sorted(worker_pids(server)) == ["penstock-rank0", "penstock-rank1"]
     assert os.sched_getaffinity(server) == os.sched_getaffinity(0)
     assert "gRPC at 127.0.0.1:" in said and "without HTTP" in (elsewhere.folder / "log" / "server.log").read_text()
     with pytest.raises(httpx.ConnectError):

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 import tritonclient.grpc as triton
-from serving import Said, Served, within
+from serving import CommandResult, Served, run_in_process
 from triton_templates import write_templates
 
 from penstock import demo
@@ -33,8 +33,8 @@ def templates(tmp_path: Path) -> Path:
     return write_templates(tmp_path / "models")
 
 
-def fill(templates: Path, model: str, values: str) -> Said:
-    return within(fill_template.main, "-i", str(templates / model / "config.pbtxt"), values)
+def fill(templates: Path, model: str, values: str) -> CommandResult:
+    return run_in_process(fill_template.main, "-i", str(templates / model / "config.pbtxt"), values)
 
 
 def pairs(values: dict[str, str]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Said, within
+from serving import CommandResult, run_in_process
 from test_triton_profile import config, filled
 from triton_templates import write_templates
 
@@ -16,12 +16,12 @@ from penstock import LLM, demo
 from penstock.cli.compat.trtllm import COMMANDS
 
 
-def run(command: str, **flags: Any) -> Said:
+def run(command: str, **flags: Any) -> CommandResult:
     """A flag that is true stands without a value."""
     words = [word for name, value in flags.items() for word in (f"--{name}", *([] if value is True else [str(value)]))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [command, *words])
-        return within(lambda _: COMMANDS[command]())
+        return run_in_process(lambda _: COMMANDS[command]())
 
 
 def made(command: str, folder: Path, **flags: Any) -> tuple[dict[str, Any], str]:

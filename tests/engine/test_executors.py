@@ -22,7 +22,7 @@ import msgspec
 import pytest
 from checkpoints import SMALL, save
 from repository import SUPPORT
-from serving import Served, workers_of
+from serving import Served, worker_pids
 from transformers import Qwen3Config
 
 from penstock.config.options import EngineOptions
@@ -68,7 +68,7 @@ def request(name: str, **params: Any) -> EngineRequest:
 
 def worker_of(parent: int) -> int:
     """The process id of the worker of a process that has one."""
-    return workers_of(parent)["penstock-rank0"]
+    return worker_pids(parent)["penstock-rank0"]
 
 
 def run(engine: Engine) -> list[TokenDelta]:
@@ -226,7 +226,7 @@ def test_a_start_that_fails_leaves_no_worker(checkpoint: Path) -> None:
     with pytest.raises(PenstockError, match="kv_cache_sequences"):
         start(checkpoint, num_gpu_blocks_override=0, kv_cache_sequences=1e9)
     gc.collect()
-    assert not workers_of(os.getpid())
+    assert not worker_pids(os.getpid())
 
 
 def test_workers_outlive_the_process_that_has_forked_them(checkpoint: Path) -> None:

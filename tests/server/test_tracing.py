@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc
 from collector import Collector, collecting, draw
-from serving import Served, refused
+from serving import Served, usage_error
 from test_router import PROMPT, Deployment, until
 from tritonclient.utils import np_to_triton_dtype
 
@@ -226,7 +226,7 @@ def test_prefill_and_decode_instances_are_of_one_trace(collector: Collector, tmp
 
 
 def test_traces_are_refused_without_an_endpoint_that_can_be_one() -> None:
-    assert "otlp_endpoint: must begin with http://" in refused("--otlp-endpoint", "localhost:4317")
+    assert "otlp_endpoint: must begin with http://" in usage_error("--otlp-endpoint", "localhost:4317")
 
 
 def test_opentelemetry_is_not_imported_where_traces_are_off() -> None:

@@ -21,7 +21,7 @@ import aiohttp
 from kv_proxy import Fault, KVProxy
 from namespaces import Namespaces
 from serving import Served, free_ports, processes
-from storm import page, soon
+from storm import eventually, read_metrics
 
 KV_TIMEOUT = 3.0
 ENGINE_TIMEOUT = 6.0
@@ -425,25 +425,25 @@ class Deployment:
                         found = [(one["role"], one["state"]) for one in (await got.json())["instances"]]
                     assert sorted(found) == expected, found
 
-        await soon(check)
+        await eventually(check)
 
     async def settled(self) -> None:
         """Wait until no instance has a request, a KV block or a slot of the transfer buffer that is not free."""
 
         async def check() -> None:
             for one in self.instances:
-                found = await page(one.served)
+                found = await read_metrics(one.served)
                 left = {name: found[f"penstock:{name}"] for name in KEPT if found[f"penstock:{name}"]}
                 assert not left, (one.role, left)
                 assert found["penstock:kv_blocks"] > 0 < found["penstock:kv_transfer_slots"]
             for router in self.routers:
-                assert not (await page(router.served))["penstock:num_requests_open"]
+                assert not (await read_metrics(router.served))["penstock:num_requests_open"]
 
-        await soon(check)
+        await eventually(check)
 
     async def counts(self, name: str) -> float:
         """The sum of a metric over the decode instances."""
-        found: list[float] = [(await page(one.served))[f"penstock:{name}"] for one in self.of("decode")]
+        found: list[float] = [(await read_metrics(one.served))[f"penstock:{name}"] for one in self.of("decode")]
         return sum(found)
 
 
@@ -507,7 +507,7 @@ async def loaded(deployment: Deployment, right: Right, clients: int, pause: floa
             grown = one.possessions() - own
             assert not grown, (one.role, grown)
 
-    await soon(same)
+    await eventually(same)
 
 
 async def struck(
