@@ -423,7 +423,7 @@ def test_a_quantized_folder_is_served_in_its_format(shell: Shell) -> None:
         --bit 8
     """
     for _ in range(2):
-        assert shell.says(command) == "int8: weights will be quantized to wint8 at load\n"
+        assert shell.output_of(command) == "int8: weights will be quantized to wint8 at load\n"
     made = LLM(shell.folder / "int8")
     assert made.options.quantization == "none" and "wint8" in made.engine.info.fingerprint
     plain = LLM(demo.CHAT, quantization="wint8")
@@ -483,7 +483,7 @@ def test_a_split_folder_has_the_part_of_each_rank(shell: Shell) -> None:
     words = "split: an engine folder for 2 ranks, bfloat16, kernels of the layout cpu-3\n"
     for _ in range(2):
         command = f"blade_llm_split --tensor_parallel_size 2 --model {demo.CHAT} --output_dir split"
-        assert shell.says(command) == words
+        assert shell.output_of(command) == words
     assert {file.name for file in (shell.folder / "split").iterdir()} > {"rank_0", "rank_1", "tokenizer.json"}
     said = shell.run(f"blade_llm_split --tensor_parallel_size 0 --model {demo.CHAT} --output_dir other")
     assert (

@@ -110,7 +110,7 @@ def outline(given: Any) -> Any:
 
 @pytest.mark.row("bladellm", "Authorization: TOKEN", '"stream": "true"', "chunks", "max_tokens")
 def test_the_request_streams_as_printed(shell: Shell, served: Served) -> None:
-    found = events(shell.says(REQUEST.replace("<service_url>", served.root)))
+    found = events(shell.output_of(REQUEST.replace("<service_url>", served.root)))
     first, last = events(ANSWER)
     *pieces, end = found
     assert {json.dumps(outline(piece)) for piece in pieces} == {json.dumps(outline(first))}
@@ -136,7 +136,7 @@ def test_the_service_is_served_as_printed(shell: Shell, served: Served) -> None:
     command = shell.command("exec penstock serve --service-json service.json")
     with Served(command=command, environment=shell.environment) as service:
         assert service.name == "blade_llm_bloom_server"
-        text = shell.says(REQUEST.replace("<service_url>", service.root))
+        text = shell.output_of(REQUEST.replace("<service_url>", service.root))
         assert outline(events(text)[-1]) == outline(events(ANSWER)[-1])
         said = "\n".join(service.lines)
     ignored = {"containers[0].image": True, "metadata.memory": True, "metadata.resource": True}

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 from serving import worker_pids
-from shell import programs
+from shell import write_programs
 from test_hub import NEW, Hub
 from test_paddlenlp_server import own_ports
 
@@ -33,7 +33,7 @@ class Terminal:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.ports = own_ports()
-        bin = programs(folder / "bin")
+        bin = write_programs(folder / "bin")
         (folder / "download_model.py").symlink_to(bin / "download_model.py")
         path = f"{bin}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         unbound = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -21,7 +21,7 @@ import torch
 import tritonclient.grpc as triton
 from safetensors.torch import load_file
 from serving import Served
-from shell import programs
+from shell import write_programs
 from triton_templates import write_templates
 
 from penstock import demo
@@ -135,7 +135,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "models").mkdir()
     (folder / "models" / "Qwen1.5-14B-Chat").symlink_to(demo.CHAT)
     write_templates(folder / "models" / "qwen2-14b-trt-engine-h20-1tp")
-    programs(folder / "bin")
+    write_programs(folder / "bin")
     return folder
 
 

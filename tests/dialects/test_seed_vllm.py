@@ -18,7 +18,7 @@ import httpx
 import openai
 import pytest
 from serving import Served, free_ports
-from shell import Shell, longer
+from shell import Shell, with_context_length
 
 from penstock.cli.main import main
 
@@ -184,7 +184,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
     made = Shell(folder)
     made.environment |= {
         "root_path_of_AscendCloud": str(folder / "AscendCloud-LLM"),
-        "model": str(longer(folder / "model", 4096)),
+        "model": str(with_context_length(folder / "model", 4096)),
     }
     return made
 
@@ -205,7 +205,7 @@ def without_hosts(text: str) -> str:
 def as_printed(shell: Shell, served: Served, request: str) -> Any:
     """Documents want names and addresses replaced."""
     text = request.replace("http://${docker_ip}:8080", served.root).replace("${container_model_path}", served.name)
-    return json.loads(shell.says(text))
+    return json.loads(shell.output_of(text))
 
 
 # --- Step 5: rank tables ----------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def as_printed(shell: Shell, served: Served, request: str) -> Any:
 @pytest.mark.row("vllm", "--api-server", "--save-dir", "global_ranktable_IP.json")
 @pytest.mark.row("vllm", "local_ranktable_IP_DEVICES.json", "local_ranktable_IP_host.json")
 def test_tables_are_written_as_printed(shell: Shell) -> None:
-    shell.says(GEN)
+    shell.output_of(GEN)
     folder = shell.folder / "save_dir"
     (ip,) = {file.name.split("_")[2].removesuffix(".json") for file in folder.glob("*.json")}
     names = {f"global_ranktable_{ip}.json", *(f"local_ranktable_{ip}_{part}.json" for part in ("45", "67", "host"))}
@@ -231,9 +231,9 @@ def test_tables_are_written_as_printed(shell: Shell) -> None:
 @pytest.mark.row("vllm", "--mode merge", "--global-ranktable-list", "--ip", "global_ranktable_merge.json")
 def test_tables_of_two_machines_are_merged_as_printed(shell: Shell) -> None:
     tool = "python AscendCloud-LLM/llm_tools/PD_separate/pd_ranktable_tools.py --mode gen --save-dir ranktable"
-    shell.says(f"{tool} --ip 0.0,0,0 --prefill-server-list 0,1 2,3 --api-server")
-    shell.says(f"{tool} --ip 1.1.1.1 --decode-server-list 0,1")
-    assert shell.says(MERGE) == "save_dir/global_ranktable_merge.json\n"
+    shell.output_of(f"{tool} --ip 0.0,0,0 --prefill-server-list 0,1 2,3 --api-server")
+    shell.output_of(f"{tool} --ip 1.1.1.1 --decode-server-list 0,1")
+    assert shell.output_of(MERGE) == "save_dir/global_ranktable_merge.json\n"
     found = json.loads((shell.folder / "save_dir" / "global_ranktable_merge.json").read_text())
     groups = found["server_group_list"]
     assert [(group["group_id"], group["server_count"]) for group in groups] == [("0", "1"), ("1", "2"), ("2", "1")]
@@ -305,7 +305,7 @@ def test_separate_instances_answer_as_printed(shell: Shell, served: Served, tmp_
     """As one instance does, from the rank tables to the chat at the scheduler's port; the scheduler computes
     nothing."""
     folder, ports = f"tables{tmp_path.name}", free_ports(3)
-    shell.says(GEN.replace("./save_dir", folder))
+    shell.output_of(GEN.replace("./save_dir", folder))
     (table,) = (shell.folder / folder).glob("global_ranktable_*.json")
     address = table.stem.rpartition("_")[2]
     environment = {**shell.environment, "XDG_CONFIG_HOME": str(tmp_path)}

@@ -97,8 +97,8 @@ async def chat(server: ScriptedServer) -> tuple[Any, Any]:
     client = server.openai
     tools: Any = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in NAMES]
     asked: dict[str, Any] = {"model": "default", "messages": QUESTION, "tools": tools}
-    asked["parallel_tool_calls"] = not server.one_call
-    extra = THINKING | {"include_reasoning": not server.hides}
+    asked["parallel_tool_calls"] = not server.single_tool_call
+    extra = THINKING | {"include_reasoning": not server.hide_reasoning}
     whole = await client.chat.completions.create(**asked, extra_body=extra)
     message: Any = whole.choices[0].message
     found = joined(
@@ -148,10 +148,10 @@ async def messages(server: ScriptedServer) -> tuple[Any, Any]:
     client = server.anthropic
     tools: Any = [{"name": name, "input_schema": SCHEMA} for name in NAMES]
     asked: Any = {"model": "default", "max_tokens": 9999, "messages": QUESTION, "tools": tools}
-    asked["thinking"] = {"type": "enabled", "budget_tokens": 9000} if server.thinks else {"type": "adaptive"}
-    if server.hides:
+    asked["thinking"] = {"type": "enabled", "budget_tokens": 9000} if server.thinking else {"type": "adaptive"}
+    if server.hide_reasoning:
         asked["thinking"]["display"] = "omitted"
-    if server.one_call:
+    if server.single_tool_call:
         asked["tool_choice"] = {"type": "auto", "disable_parallel_tool_use": True}
     whole = await client.messages.create(**asked)
     raw: dict[int, str] = {}
@@ -184,7 +184,7 @@ async def responses(server: ScriptedServer) -> tuple[Any, Any]:
     client = server.openai
     tools: Any = [{"type": "function", "name": name, "parameters": SCHEMA, "strict": False} for name in NAMES]
     asked: Any = {"model": "default", "input": QUESTION, "tools": tools, "extra_body": THINKING}
-    asked["parallel_tool_calls"] = not server.one_call
+    asked["parallel_tool_calls"] = not server.single_tool_call
     whole = await client.responses.create(**asked)
     parts: list[Part] = []
     async for event in await client.responses.create(**asked, stream=True):
@@ -213,7 +213,7 @@ async def lines(server: ScriptedServer, path: str, body: Any, headers: dict[str,
 async def ollama(server: ScriptedServer) -> tuple[Any, Any]:
     tools = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in NAMES]
     asked = {"model": "default", "messages": QUESTION, "tools": tools}
-    if server.thinks:
+    if server.thinking:
         asked["think"] = True
 
     def of(message: Any) -> list[Part]:
@@ -299,7 +299,7 @@ def test_streams_have_the_parts_of_whole_answers(form: str) -> None:
         tokens = server.encode(write(parts))
         cuts = sorted(data.draw(st.sets(st.integers(1, len(tokens)), max_size=12)))
         server.engines.steps = [tokens[a:b] for a, b in itertools.pairwise([0, *cuts, len(tokens)])]
-        server.thinks, server.hides, server.one_call = (
+        server.thinking, server.hide_reasoning, server.single_tool_call = (
             form == "hermes",
             data.draw(st.booleans()),
             data.draw(st.booleans()),
@@ -308,7 +308,7 @@ def test_streams_have_the_parts_of_whole_answers(form: str) -> None:
             whole, streamed = await dialect(server)
             assert streamed == whole, dialect.__name__
             calls = [(part.name, part.text) for part in parts if part.kind == "call"]
-            one_call = server.one_call and dialect in (chat, messages, responses)
+            one_call = server.single_tool_call and dialect in (chat, messages, responses)
             assert whole["calls"] == (calls[:1] if one_call else calls)
         for name in PLAIN:
             await check_plain(server, name)

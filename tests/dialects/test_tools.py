@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from asking import PLAIN, THINK, Told, ask
+from openai_chats import PLAIN_TEMPLATE, THINK, ChatResult, ask
 from serving import Served
 
 
@@ -51,7 +51,7 @@ def client() -> Iterator[openai.OpenAI]:
 both = pytest.mark.parametrize("stream", [False, True])
 
 
-def check_calls(told: Told) -> None:
+def check_calls(told: ChatResult) -> None:
     assert told.calls
     for name, arguments in told.calls[:-1] if told.reason == "length" else told.calls:
         known = next(t["function"]["parameters"] for t in [*TOOLS, PLAN] if t["function"]["name"] == name)
@@ -78,7 +78,8 @@ def test_arguments_come_in_pieces(client: openai.OpenAI) -> None:
     assert (streamed.content, streamed.reason) == (whole.content, whole.reason) == ("", "tool_calls")
     write = tool("write", text={"type": "string", "minLength": 500})
     told = ask(client, True, IN_PARIS, tools=[write], tool_choice="required", max_tokens=1000)
-    assert told.pieces > 1 and told.calls[0][0] == "write"  # a busy server joins tokens, but not hundreds of them
+    assert told.num_argument_chunks > 1  # a busy server joins tokens, but not hundreds of them
+    assert told.calls[0][0] == "write"
 
 
 @both
@@ -120,7 +121,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_is_found_made_and_read(client: openai.OpenAI, form: str) -> None:
-    template = {"chat_template": PLAIN.replace("TEACHES", FORMS[form])}
+    template = {"chat_template": PLAIN_TEMPLATE.replace("TEACHES", FORMS[form])}
     for fields in (
         {"tool_choice": {"type": "function", "function": {"name": "roll"}}},
         {"tool_choice": "required", "temperature": 1, "seed": 5, "max_tokens": 100},
@@ -138,7 +139,7 @@ def test_every_form_is_found_made_and_read(client: openai.OpenAI, form: str) -> 
 def test_ids_of_calls_are_those_that_templates_take_back(client: openai.OpenAI) -> None:
     kinds = {"mistral": "[0-9a-zA-Z]{9}", "deepseek_v3": "call_[0-9a-f]{24}"}
     for form, pattern in kinds.items():
-        template = {"chat_template": PLAIN.replace("TEACHES", FORMS[form])}
+        template = {"chat_template": PLAIN_TEMPLATE.replace("TEACHES", FORMS[form])}
         asked: dict[str, Any] = {"model": "default", "messages": IN_PARIS, "tools": TOOLS, "tool_choice": "required"}
         answer = client.chat.completions.create(**asked, extra_body=template, parallel_tool_calls=False, max_tokens=200)
         (call,) = answer.choices[0].message.tool_calls or ()
@@ -155,7 +156,7 @@ def test_a_form_can_be_named() -> None:
 
 
 def test_what_a_form_cannot_follow_is_refused(client: openai.OpenAI) -> None:
-    template = {"chat_template": PLAIN.replace("TEACHES", FORMS["qwen3_coder"])}
+    template = {"chat_template": PLAIN_TEMPLATE.replace("TEACHES", FORMS["qwen3_coder"])}
     wrong = tool("roll", **{"a b": {"type": "string"}})
     with pytest.raises(openai.BadRequestError, match="the name of the parameter 'a b' is not supported") as caught:
         ask(client, False, IN_PARIS, tools=[wrong], tool_choice="required", extra_body=template)
@@ -163,6 +164,6 @@ def test_what_a_form_cannot_follow_is_refused(client: openai.OpenAI) -> None:
 
 
 def test_tools_of_an_unknown_form_are_refused(client: openai.OpenAI) -> None:
-    template = {"chat_template": PLAIN.replace("TEACHES", "<|calls|>")}
+    template = {"chat_template": PLAIN_TEMPLATE.replace("TEACHES", "<|calls|>")}
     with pytest.raises(openai.BadRequestError, match="tools: this model's chat template does not support tools"):
         ask(client, False, IN_PARIS, tools=TOOLS, extra_body=template)

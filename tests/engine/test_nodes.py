@@ -59,7 +59,7 @@ TIMEOUT = 4.0
 
 @pytest.fixture(scope="module")
 def machines() -> Iterator[Namespaces]:
-    if reason := namespaces.reason_for_none():
+    if reason := namespaces.unavailable_reason():
         pytest.skip(reason)
     with Namespaces(3) as made:
         yield made

@@ -24,7 +24,7 @@ import sentencepiece
 import torch
 from checkpoints import SMALL, save
 from gguf import GGMLQuantizationType, GGUFWriter
-from gguf_files import WRITTEN, add_tokenizer, random_blocks, write_gguf
+from gguf_files import QUANTIZABLE, add_tokenizer, random_blocks, write_gguf
 from hypothesis import given, settings
 from safetensors.torch import save_file
 from serving import Servers, run_in_process
@@ -559,7 +559,7 @@ def test_tokenizers_that_are_not_known_are_named(tmp_path: Path) -> None:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     folder = tmp_path_factory.mktemp("tiny")
     save(LlamaConfig(**SMALL | {"num_hidden_layers": 1}, rope_parameters=LLAMA3), folder)
-    kinds = cycle(WRITTEN)
+    kinds = cycle(QUANTIZABLE)
     write_gguf(folder, folder / "tiny.gguf", lambda name: "Q8_0" if "ffn_down" in name else next(kinds))
     return (folder / "tiny.gguf").read_bytes()
 

@@ -148,11 +148,11 @@ def table() -> dict[str, Any]:
     return {model_type: entry_of(model_type) for model_type in (*TEXT, *COMPOSITE, *NESTED)}
 
 
-def written(content: dict[str, Any]) -> str:
+def format_table(content: dict[str, Any]) -> str:
     """The table as its file has it: one line for each class."""
     lines = [f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in content.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 if __name__ == "__main__":
-    TABLE.write_text(written(table()))
+    TABLE.write_text(format_table(table()))
