@@ -1,5 +1,4 @@
-"""The fuzzing's gRPC requests: valid messages for every method of KServe's service, and mutations of them: other
-messages, and other bytes."""
+"""gRPC requests for fuzzing: valid messages for every method of KServe's service, and mutated messages and bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from fuzz_requests import FIELDS, PADDLE, PROMPT, REGION, damaged
+from fuzz_requests import FIELDS, PADDLE, PROMPT, REGION, damage
 from google.protobuf import json_format
 from google.protobuf.descriptor import FieldDescriptor
 from tritonclient.grpc import service_pb2 as pb
@@ -18,8 +17,8 @@ from tritonclient.grpc import service_pb2 as pb
 from penstock.core.errors import INTERNAL
 
 FAULTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
-OWN_END = "Internal error from Core"
-"""What gRPC's client says where its own deadline passes while it writes."""
+CLIENT_DEADLINE = "Internal error from Core"
+"""Details of the error of gRPC's client if its deadline passes while it writes."""
 MODELS = ("ensemble", "tensorrt_llm_bls", "preprocessing", "tensorrt_llm", "postprocessing", "model")
 METADATA = (("x-request-id", "same"), ("x-request-id", "\x7f"), ("authorization", "TOKEN"), ("x-api-key", "x" * 2000))
 
@@ -30,11 +29,11 @@ def tensor(name: str, datatype: str, *values: Any, shape: tuple[int, ...] = (1, 
 
 
 def infer(model: str, *inputs: dict[str, Any], **more: Any) -> pb.ModelInferRequest:
-    made = pb.ModelInferRequest(model_name=model, **more)
-    for given in inputs:
-        contents = pb.InferTensorContents(**given["contents"])
-        made.inputs.add(name=given["name"], datatype=given["datatype"], shape=given["shape"], contents=contents)
-    return made
+    request = pb.ModelInferRequest(model_name=model, **more)
+    for each in inputs:
+        contents = pb.InferTensorContents(**each["contents"])
+        request.inputs.add(name=each["name"], datatype=each["datatype"], shape=each["shape"], contents=contents)
+    return request
 
 
 TEXT = (tensor("text_input", "BYTES", PROMPT.encode()), tensor("max_tokens", "INT32", 2))
@@ -44,8 +43,8 @@ IDS = (
     tensor("request_output_len", "INT32", 2),
 )
 RAW = infer("ensemble", *TEXT, id="b")
-for given in RAW.inputs:
-    given.ClearField("contents")
+for each in RAW.inputs:
+    each.ClearField("contents")
 RAW.raw_input_contents.extend([len(PROMPT).to_bytes(4, "little") + PROMPT.encode(), b"\2\0\0\0"])
 ENDING = infer("ensemble", *TEXT, tensor("stop_words", "BYTES", b"a", b"b", shape=(1, 2)), id="c")
 ENDING.parameters["triton_enable_empty_final_response"].bool_param = True
@@ -90,7 +89,7 @@ BASES: list[tuple[str, Any]] = [
     ("ModelStreamInfer", infer("model", tensor("IN", "BYTES", ASKED, shape=(1,)))),
 ]
 SETTINGS = ("RepositoryModelLoad", "TraceSetting", "LogSettings")
-"""Methods after which the valid request is sent, since later ones would feel what was set."""
+"""Methods that change settings: the valid request is sent after each mutated one to restore them."""
 
 INTEGERS = (0, 1, -1, 2, 7, 100, 2**31 - 1, -(2**31), 2**32 - 1, 2**63 - 1, -(2**63), 2**64 - 1)
 TEXTS = (
@@ -134,11 +133,11 @@ BITS = {
     FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63),
     FieldDescriptor.CPPTYPE_UINT64: (0, 2**64),
 }
-"""Least value, and the first that is too large."""
+"""Smallest value, and first value that is too large."""
 
 
 def value(field: FieldDescriptor, rng: random.Random) -> Any:
-    """One that the field can hold."""
+    """A random value that the field can hold."""
     if field.type == FieldDescriptor.TYPE_BYTES:
         return rng.choice(BYTES)
     if field.cpp_type in BITS:
@@ -148,7 +147,7 @@ def value(field: FieldDescriptor, rng: random.Random) -> Any:
 
 
 def parts(message: Any) -> Iterator[Any]:
-    """A message, and all that are in it."""
+    """A message and all messages nested in it."""
     yield message
     for field, held in message.ListFields():
         if field.cpp_type != FieldDescriptor.CPPTYPE_MESSAGE:
@@ -158,8 +157,8 @@ def parts(message: Any) -> Iterator[Any]:
             inner = list(held.values()) if kind == FieldDescriptor.CPPTYPE_MESSAGE else []
         else:
             inner = list(held) if isinstance(held, list) or hasattr(held, "add") else [held]
-        for one in inner:
-            yield from parts(one)
+        for each in inner:
+            yield from parts(each)
 
 
 def mutate(message: Any, rng: random.Random) -> None:
@@ -171,18 +170,18 @@ def mutate(message: Any, rng: random.Random) -> None:
     is_message = field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE
     held = getattr(part, field.name)
     if is_message and field.message_type.GetOptions().map_entry:
-        of_map = field.message_type.fields_by_name["value"]
+        map_value = field.message_type.fields_by_name["value"]
         key = rng.choice((*held, *TEXTS)) if held else rng.choice(TEXTS)
-        if of_map.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
+        if map_value.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
             entry = held[key]
-            inner = rng.choice(of_map.message_type.fields)
-            given = value(inner, rng)
+            inner = rng.choice(map_value.message_type.fields)
+            new = value(inner, rng)
             if hasattr(getattr(entry, inner.name), "extend"):
-                getattr(entry, inner.name).extend([given] * rng.choice((1, 2)))
+                getattr(entry, inner.name).extend([new] * rng.choice((1, 2)))
             else:
-                setattr(entry, inner.name, given)
+                setattr(entry, inner.name, new)
         else:
-            held[key] = value(of_map, rng)
+            held[key] = value(map_value, rng)
     elif hasattr(held, "extend"):  # a list
         if held and rng.random() < 0.4:
             del held[rng.randrange(len(held))]
@@ -200,19 +199,19 @@ def mutate(message: Any, rng: random.Random) -> None:
 
 @dataclass
 class Call:
-    """One that is made: a method, and the messages of its request in bytes, of which only a stream has several."""
+    """A call to send: its method, and the serialized messages of its request (several only for a stream)."""
 
     method: str
     messages: list[bytes]
     metadata: tuple[tuple[str, str], ...] = ()
-    patience: float | None = None
-    """Seconds after which the client goes away."""
+    timeout: float | None = None
+    """Seconds after which the client disconnects; None: it waits for the response."""
 
     def __str__(self) -> str:
         return f"gRPC {self.method} {self.metadata} {[message[:600] for message in self.messages]}"
 
 
-def drawn(seed: int, number: int) -> Call:
+def draw_call(seed: int, number: int) -> Call:
     """Call ``number`` of a seed."""
     rng = random.Random(f"gRPC {seed} {number}")
     method, base = rng.choice(BASES)
@@ -223,43 +222,43 @@ def drawn(seed: int, number: int) -> Call:
         for _ in range(rng.choice((0, 1, 1, 2, 4))):
             mutate(message, rng)
         raw = message.SerializeToString()
-        call.messages.append(damaged(raw, rng) if rng.random() < 0.15 else raw)
+        call.messages.append(damage(raw, rng) if rng.random() < 0.15 else raw)
     if rng.random() < 0.1:
         call.metadata = (rng.choice(METADATA[:1] + METADATA[2:]),)
     if rng.random() < 0.04:
-        call.patience = rng.uniform(0, 0.05)
+        call.timeout = rng.uniform(0, 0.05)
     return call
 
 
 async def check(channel: grpc.aio.Channel, deadline: float) -> None:
-    """Every method has a base, and every base is answered as it should be."""
+    """Assert that every method has a base request, and that the base requests are answered as expected."""
     methods = {method.name for method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods}
     assert methods == {method for method, _ in BASES}
     for method, base in BASES:
-        status, fault = await ask(channel, Call(method, [base.SerializeToString()]), deadline)
-        wanted = "UNIMPLEMENTED" if method in ("RepositoryModelUnload", "CudaSharedMemoryRegister") else "OK"
-        assert (status, fault) == (f"gRPC {wanted}", ""), (method, base, status, fault)
+        status, fault = await send(channel, Call(method, [base.SerializeToString()]), deadline)
+        expected = "UNIMPLEMENTED" if method in ("RepositoryModelUnload", "CudaSharedMemoryRegister") else "OK"
+        assert (status, fault) == (f"gRPC {expected}", ""), (method, base, status, fault)
 
 
-async def ask(channel: grpc.aio.Channel, call: Call, deadline: float) -> tuple[str, str]:
-    """The status, and what is wrong with it."""
+async def send(channel: grpc.aio.Channel, call: Call, deadline: float) -> tuple[str, str]:
+    """Send a call; return its status and its fault, if any."""
     kind = channel.stream_stream if call.method == "ModelStreamInfer" else channel.unary_unary
-    method: Callable[..., Any] = kind(f"/inference.GRPCInferenceService/{call.method}")  # in bytes both ways
-    options = {"timeout": call.patience or deadline, "metadata": call.metadata}
-    told = ""
+    method: Callable[..., Any] = kind(f"/inference.GRPCInferenceService/{call.method}")  # without serializers: bytes
+    options = {"timeout": call.timeout or deadline, "metadata": call.metadata}
+    fault = ""
     try:
         if call.method == "ModelStreamInfer":
             async for response in method(iter(call.messages), **options):
                 failed = pb.ModelStreamInferResponse.FromString(response).error_message
                 if failed == INTERNAL.message:
-                    told = f"a stream tells of {failed}"
+                    fault = f"the stream has the error {failed}"
         else:
             await method(call.messages[0], **options)
     except grpc.aio.AioRpcError as error:
         code = error.code()
-        if call.patience and error.details() == OWN_END:
+        if call.timeout and error.details() == CLIENT_DEADLINE:
             return "gRPC left", ""
-        if code in FAULTS or (code is grpc.StatusCode.DEADLINE_EXCEEDED and not call.patience):
-            told = f"{code.name} {error.details()}"
-        return f"gRPC {'left' if call.patience else code.name}", told
-    return "gRPC OK", told
+        if code in FAULTS or (code is grpc.StatusCode.DEADLINE_EXCEEDED and not call.timeout):
+            fault = f"{code.name} {error.details()}"
+        return f"gRPC {'left' if call.timeout else code.name}", fault
+    return "gRPC OK", fault

@@ -1,4 +1,4 @@
-"""What the fuzzing sends: valid requests to every POST endpoint, one or more each, and mutations of them."""
+"""HTTP requests for fuzzing: one or more valid requests to every POST endpoint, and mutations of them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ FUNCTION = {"name": "look", "description": "Looks.", "parameters": {"type": "obj
 CONTENT = {"type": "json_schema", "json_schema": SCHEMA}
 TAG = {"type": "structural_tag", "format": {"type": "tag", "begin": "<a>", "content": CONTENT, "end": "</a>"}}
 PANIC = {"type": "object", "required": "🦊" * 50}
-"""llguidance panics where it words its refusal. Its first panic reads its symbols, 49 MiB that stay."""
+"""Schema for which llguidance panics while it formats an error. The first panic loads 49 MiB of debug symbols, which
+stay in memory."""
 BARE = {"authorization": "TOKEN"}
 REGION = f"penstock_fuzz_{os.getpid()}"
-"""A segment of shared memory, which a run that was killed may have left under its own name."""
+"""Name of a shared memory segment; per process, as a killed run does not remove its segment."""
 METHODS = "GET HEAD PUT PATCH DELETE OPTIONS".split()
 KEYWORDS = (
     "type enum const minimum maximum exclusiveMinimum multipleOf minLength maxLength pattern format items prefixItems "
     "minItems maxItems properties required additionalProperties patternProperties anyOf oneOf allOf not $ref $defs"
 ).split()
-"""Of JSON schemas: names of fields besides those of requests."""
+"""Keywords of JSON schemas, used as field names in addition to those of requests."""
 HEADERS: dict[str, tuple[str, ...]] = {
     "content-type": ("text/plain", "multipart/form-data", "application/json; charset=utf-16", "\xe9", ""),
     "content-encoding": ("gzip", "deflate", "br", "identity"),
     "accept": ("text/event-stream", "application/octet-stream", "*/*;q=x"),
     "authorization": ("TOKEN", "Bearer", "Bearer x", "Basic eDp5", "\xff", "x" * 5000),
     "inference-header-content-length": ("0", "1", "-1", "9" * 400, "x"),
-    "x-request-id": ("same", "x" * 129, "\xe9"),  # several requests at a time have the first
+    "x-request-id": ("same", "x" * 129, "\xe9"),  # concurrent requests share the first
     "anthropic-version": ("2023-06-01", "x"),
     "user-agent": ("anthropic/1", "\xe9" * 300),
     "connection": ("close", "upgrade"),
@@ -44,12 +45,14 @@ HEADERS: dict[str, tuple[str, ...]] = {
 
 
 class Base(NamedTuple):
+    """A valid request and its expected status."""
+
     path: str
     body: dict[str, Any]
     headers: Mapping[str, str] = MappingProxyType({})
     status: int = 200
     settings: bool = False
-    """Whether a request may leave settings that later ones feel: then this one is sent after it."""
+    """True if the request changes settings: it is sent after each of its mutations to restore them."""
 
 
 def tensor(name: str, datatype: str, value: Any, shape: tuple[int, ...] = (1, 1)) -> dict[str, Any]:
@@ -205,11 +208,11 @@ BASES = [
     Base("/v2/trace/setting", {"trace_level": ["OFF"], "trace_rate": "1000"}, settings=True),
     Base("/v2/models/ensemble/trace/setting", {"trace_level": None, "log_frequency": "0"}, settings=True),
 ]
-"""In an order in which each is answered with its status."""
+"""The base requests; each has its status if they are sent in this order."""
 
 
-class Twin(str):
-    """A key that may stand beside an equal one."""
+class DuplicateKey(str):
+    """A dict key that differs from equal strings, so that a JSON object has the key twice."""
 
     __slots__ = ()
     __hash__ = object.__hash__
@@ -234,7 +237,7 @@ VALUES: tuple[Any, ...] = (
 
 
 def places(tree: Any) -> list[tuple[Any, Any]]:
-    """Every container of a tree with every key or index of it."""
+    """Every container of a tree with each of its keys or indices."""
     found = []
     for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
         found.append((tree, key))
@@ -243,40 +246,41 @@ def places(tree: Any) -> list[tuple[Any, Any]]:
     return found
 
 
-def mutated(tree: dict[str, Any], names: list[str], values: tuple[Any, ...], rng: random.Random) -> dict[str, Any]:
-    """A copy in which one to three fields are others, are gone, are there twice, or are new."""
+def mutate(tree: dict[str, Any], names: list[str], values: tuple[Any, ...], rng: random.Random) -> dict[str, Any]:
+    """Copy a tree and change one to three fields: replace, remove, duplicate, rename or add one."""
     tree = json.loads(json.dumps(tree))
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         value = json.loads(json.dumps(rng.choice(values)))
         container, key = rng.choice(places(tree) or [(tree, "x")])
-        how = rng.choice(("other", "other", "other", "other", "gone", "twice", "renamed", "new", "new"))
-        if how == "gone":
+        change = rng.choice(("replace", "replace", "replace", "replace", "remove", "duplicate", "rename", "add", "add"))
+        if change == "remove":
             container.pop(key) if isinstance(container, list) else container.pop(key, None)
-        elif how == "other" or isinstance(container, list):
+        elif change == "replace" or isinstance(container, list):
             container[key] = value
-        elif how == "twice":
-            container[Twin(key)] = value
-        elif how == "renamed":
+        elif change == "duplicate":
+            container[DuplicateKey(key)] = value
+        elif change == "rename":
             container[rng.choice((*names, f"{key}s", str(key)[:-1]))] = container.pop(key, value)
         else:
             container[rng.choice(names)] = value
     return tree
 
 
-def damaged(raw: bytes, rng: random.Random) -> bytes:
-    """Bytes of which some are others, are gone, or are there many times."""
+def damage(raw: bytes, rng: random.Random) -> bytes:
+    """Replace, remove, insert or repeat some bytes; the result may be cut off."""
     for _ in range(rng.choice((1, 1, 2, 8))):
-        at = rng.randrange(len(raw) + 1)
-        to = min(len(raw), at + rng.choice((0, 1, 1, 4, 30)))
-        some = bytes(rng.randrange(256) for _ in range(rng.choice((1, 1, 3))))
-        put = rng.choice((b"", some, raw[at:to] * 3, b"[" * 20_000, b'{"a":' * 20_000, b"\xff\xfe", b"\xed\xa0\x80"))
-        raw = raw[:at] + put + raw[to:]
+        begin = rng.randrange(len(raw) + 1)
+        end = min(len(raw), begin + rng.choice((0, 1, 1, 4, 30)))
+        noise = bytes(rng.randrange(256) for _ in range(rng.choice((1, 1, 3))))
+        repeated = raw[begin:end] * 3
+        new = rng.choice((b"", noise, repeated, b"[" * 20_000, b'{"a":' * 20_000, b"\xff\xfe", b"\xed\xa0\x80"))
+        raw = raw[:begin] + new + raw[end:]
     return raw if rng.random() < 0.8 else raw[: rng.randrange(len(raw) + 1)]
 
 
 @dataclass
 class Request:
-    """One that is sent. ``raw`` is in place of all else, on a connection of its own."""
+    """A request to send. ``raw`` replaces everything else and is sent on a separate connection."""
 
     base: Base
     method: str
@@ -284,46 +288,46 @@ class Request:
     headers: dict[str, str]
     body: bytes
     raw: bytes | None = None
-    patience: float | None = None
-    """Seconds after which the client goes away."""
+    timeout: float | None = None
+    """Seconds after which the client disconnects; None: it waits for the response."""
 
     def __str__(self) -> str:
         sent = self.body if self.raw is None else self.raw
         return f"{self.method} {self.path} {self.headers if self.raw is None else 'raw'} {sent[:600]!r}"
 
 
-def drawn(seed: int, number: int, names: list[str]) -> Request:
+def draw_request(seed: int, number: int, names: list[str]) -> Request:
     """Request ``number`` of a seed."""
     rng = random.Random(f"{seed} {number}")
     base = rng.choice(BASES)
-    made = Request(base, "POST", base.path, dict(base.headers), encoded(base.body))
+    request = Request(base, "POST", base.path, dict(base.headers), encode(base.body))
     kind = rng.random()
     if kind < 0.65:
         others = tuple(value for other in rng.sample(BASES, 3) for value in other.body.values())
         ascii_only = rng.random() < 0.9
-        made.body = encoded(mutated(base.body, names, VALUES + others, rng), ascii_only)
+        request.body = encode(mutate(base.body, names, VALUES + others, rng), ascii_only)
     elif kind < 0.78:
-        made.body = damaged(made.body, rng)
+        request.body = damage(request.body, rng)
     elif kind < 0.9:
         for name in rng.sample(sorted(HEADERS), rng.choice((0, 1, 1, 3))):
-            made.headers[name] = rng.choice(HEADERS[name])
+            request.headers[name] = rng.choice(HEADERS[name])
         if rng.random() < 0.3:
-            made.method = rng.choice(METHODS)
+            request.method = rng.choice(METHODS)
         if rng.random() < 0.3:
-            parts = made.path.split("/")
+            parts = request.path.split("/")
             parts[rng.randrange(1, len(parts))] = rng.choice(("", "..", "x", "%00", "%ff", "%F0%9F%A6%8A", "x" * 2000))
-            made.path = "/".join(parts)
+            request.path = "/".join(parts)
     else:
-        size = len(made.body) + rng.choice((0, 0, 0, -1, 1, 100, 10**9))
+        size = len(request.body) + rng.choice((0, 0, 0, -1, 1, 100, 10**9))
         length = rng.choice((f"content-length: {size}", f"content-length: {size}", "transfer-encoding: chunked"))
         head = f"POST {base.path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{length}\r\n\r\n".encode()
-        made.raw = head + made.body
+        request.raw = head + request.body
         if rng.random() < 0.5:
-            made.raw = damaged(made.raw, rng)
+            request.raw = damage(request.raw, rng)
     if rng.random() < 0.04:
-        made.patience = rng.uniform(0, 0.05)
-    return made
+        request.timeout = rng.uniform(0, 0.05)
+    return request
 
 
-def encoded(tree: Any, ascii_only: bool = True) -> bytes:
+def encode(tree: Any, ascii_only: bool = True) -> bytes:
     return json.dumps(tree, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
