@@ -280,7 +280,7 @@ USED = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name":
         (
             {"messages": [{"role": "assistant", "content": [REDACTED]}]},
             anthropic.BadRequestError,
-            "messages: must hold",
+            "messages: must have",
         ),
         ({"messages": []}, anthropic.BadRequestError, "messages"),
         ({"stop_sequences": [""]}, anthropic.BadRequestError, "stop_sequences"),

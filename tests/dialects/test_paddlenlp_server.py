@@ -138,7 +138,7 @@ def test_a_server_that_does_not_start_says_why(shell: Shell) -> None:
     assert status == 2 and "graph/rank_0/model.pdiparams is a static graph, which only Paddle runs" in said
     assert "static graph" in (shell.folder / "log" / "console.log").read_text()
     status, said = shell.run("start_server", MODEL_DIR=str(demo.CHAT), BLOCK_BS="1e7")
-    assert status == 2 and "BLOCK_BS: 1e+07 of 2048 tokens take" in said and "at most" in said
+    assert status == 2 and "BLOCK_BS: 1e+07 sequences of 2048 tokens take" in said and "at most" in said
     assert shell.run("start_server", BATCH_SIZE="129") == (
         2,
         "start_server: BATCH_SIZE: '129' is wrong: must be from 1 to 128\n",

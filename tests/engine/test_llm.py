@@ -54,7 +54,7 @@ def test_sampling_is_the_makers_unless_it_is_to_be_vllms(llm: LLM) -> None:
     theirs = {"enforce_eager": True, "trust_remote_code": True, "tensor_parallel_size": 1, "dtype": "float"}
     changed = LLM(num_gpu_blocks_override=50, **theirs, override_generation_config={"temperature": 0.5})  # type: ignore[arg-type]
     assert changed.get_default_sampling_params() == SamplingParams(temperature=0.5, top_k=20, top_p=0.95)
-    with pytest.raises(PenstockError, match=r"generation_config: theirs/generation_config\.json is not there"):
+    with pytest.raises(PenstockError, match=r"generation_config: theirs/generation_config\.json does not exist"):
         LLM(generation_config="theirs")
 
 

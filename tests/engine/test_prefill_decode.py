@@ -297,7 +297,7 @@ def test_engines_that_do_not_fit_refuse_each_other(checkpoint: Path, secret: str
     for options, words in (
         ({"load_format": "dummy", "seed": 1}, "other weights"),
         ({"kv_cache_dtype": "int8"}, "its KV cache has other"),
-        ({"quantization": "w8a8"}, "other bits"),
+        ({"quantization": "w8a8"}, "allow-fingerprint-mismatch"),
     ):
         kind = "bfloat16 none auto"
         alone = run(start(checkpoint, kind, threads=1, **options), [request])

@@ -463,7 +463,7 @@ def test_heads_in_the_models_own_folder_and_in_a_file_of_pytorch(
             r"before the layers \[2, 3, 3\] .* and the model has 6 layers",
         ),
         ("eagle3", {"num_hidden_layers": 2}, {}, "heads with one layer are supported"),
-        ("eagle3", {"vocab_size": 300}, {}, "the head has a vocabulary of 300, the model 60"),
+        ("eagle3", {"vocab_size": 300}, {}, "the head has a vocabulary of 300 tokens, the model 60"),
         ("eagle3", {"hidden_size": None}, {}, "fc.weight has shape"),
         ("eagle3", {"intermediate_size": 128}, {}, "midlayer.mlp.gate_proj.weight has shape"),
         ("eagle", {}, {"pipeline_parallel_size": 2}, "with pipeline_parallel_size > 1, only the method ngram"),

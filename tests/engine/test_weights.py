@@ -282,7 +282,7 @@ def test_memory_that_is_missing_is_told_first(old: Path, new: Path, monkeypatch:
     with opened(old) as llm:
         before = answers(llm)
         monkeypatch.setattr("penstock.engine.worker.model_swap.free_host_bytes", lambda: 2**20)
-        with pytest.raises(PenstockError, match=r"no room .* sleep \(level 2\)"):
+        with pytest.raises(PenstockError, match=r"no memory .* sleep \(level 2\)"):
             llm.update_weights(new)
         monkeypatch.undo()
         assert answers(llm) == before

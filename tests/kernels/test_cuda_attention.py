@@ -393,7 +393,7 @@ def test_what_the_kernels_cannot_do_is_refused() -> None:
     for spec, words in (
         (KVSpec(1, 64, "float16", 20), "multiple of 16"),
         (KVSpec(1, 72, "float16", 16), "head_dim 72"),
-        (KVSpec(1, 592, "float16", 16, latent=528), "latent vectors up to 512"),
+        (KVSpec(1, 592, "float16", 16, latent=528), "latent sizes up to 512"),
     ):
         with pytest.raises(PenstockError, match=words):
             kv_cache.new_kv_cache([spec], 1, CPU)

@@ -363,7 +363,7 @@ def test_what_is_refused(server: Served, client: openai.OpenAI) -> None:
     for path, body in (("chat/completions", chat), ("completions", {"prompt": "a"}), ("embeddings", {"input": "a"})):
         answer = httpx.post(f"{server.url}/{path}", json=body)
         assert answer.status_code == 400
-        assert "send a file to /v1/audio/transcriptions" in answer.text
+        assert "send an audio file to /v1/audio/transcriptions" in answer.text
 
 
 def test_options_that_are_refused(pair: tuple[Path, WhisperForConditionalGeneration]) -> None:
@@ -416,7 +416,7 @@ def test_languages_are_those_of_the_tokenizer(tmp_path: Path, missing: tuple[str
         names = [tokenizer.id_to_token(token_id) for token_id in window[0]]
         assert names[1] == f"<|{language[:2].replace('ge', 'de')}|>"
         assert names[2] == ("<|translate|>" if translate else "<|transcribe|>")
-    with pytest.raises(PenstockError, match="known are de, en, zh"):
+    with pytest.raises(PenstockError, match="supported are de, en, zh"):
         speech.task(False, "fr", None, False)
 
 
