@@ -437,7 +437,10 @@ def test_a_node_that_comes_twice_waits_until_the_first_is_gone(machines: Namespa
         ({"nnodes": 2, "tensor_parallel_size": 2, "node_rank": 1}, "on other nodes run penstock serve --node-rank"),
         ({"nnodes": 2, "tensor_parallel_size": 2, "data_parallel_size": 2}, "data_parallel_size must be 1"),
         ({"nnodes": 2, "tensor_parallel_size": 2, "master_addr": "192.0.2.99"}, "cannot listen on 192.0.2.99:29501"),
-        ({"nnodes": 2, "tensor_parallel_size": 2, "cluster_secret_file": "/none"}, "/none cannot be read .*without this option a secret"),
+        (
+            {"nnodes": 2, "tensor_parallel_size": 2, "cluster_secret_file": "/none"},
+            "/none cannot be read .*without this option a secret",
+        ),
     ],
 )
 @pytest.mark.usefixtures("shared_secret")

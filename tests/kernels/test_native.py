@@ -38,7 +38,7 @@ def test_a_set_that_cannot_compute_is_refused_in_one_sentence(monkeypatch: pytes
     known = ", ".join(kernels.BUILT)
     assert said.returncode == 2
     assert said.stderr.strip().splitlines()[-1:] == [
-        f"penstock serve: PENSTOCK_ISA=avx9000: this build has no kernels for avx9000, but for {known}"
+        f"penstock serve: PENSTOCK_ISA=avx9000: this build has no kernels for avx9000; it has kernels for {known}"
     ]
     for name in set(kernels.BUILT) - set(kernels.MACHINE):
         monkeypatch.setenv("PENSTOCK_ISA", name)

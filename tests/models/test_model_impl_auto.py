@@ -37,7 +37,10 @@ SWITCHES: dict[str, tuple[PreTrainedConfig, str]] = {
     "ERNIE with use_bias": (Ernie4_5_MoeConfig(**SMALL, **ERNIE, use_bias=True), "use_bias"),
     "Llama with relu2": (LlamaConfig(**SMALL, hidden_act="relu2"), "activation 'relu2'"),
     "Llama with tanh": (LlamaConfig(**SMALL, hidden_act="tanh"), "activation 'tanh'"),
-    "Llama 4 with two experts": (Llama4TextConfig(**SMALL, **LLAMA4, num_experts_per_tok=2), "num_experts_per_tok 2"),
+    "Llama 4 with two experts": (
+        Llama4TextConfig(**SMALL, **LLAMA4, num_experts_per_tok=2),
+        "num_experts_per_tok in config.json is 2",
+    ),
 }
 
 

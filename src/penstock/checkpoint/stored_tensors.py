@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -20,7 +21,12 @@ DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 OTHERS = ("adapter_", "consolidated")
 """Prefixes of files with other weights, or with the same weights under other names."""
 CHUNK = 2**20
+SETTLE_TIME = 1_000_000_000
+"""Nanoseconds after a file's last modification in which nothing about it is cached. A second change within one tick of
+the file system's clock (4 to 10 ms) does not change the modification time."""
 
+FileStates = tuple[tuple[Path, int, int], ...]
+"""Path, size and modification time (ns) of files, the key of cached results."""
 Head = Literal["unknown", "absent", "same", "other"]
 """Language model head in the files: "same" as the embedding or an "other" matrix; "unknown" without safetensors."""
 
@@ -98,12 +104,17 @@ def stored_head(folder: Path) -> Head:
         with suppress(OSError, ValueError):  # the file is missing, or its name is impossible: the loader reports it
             status = path.stat()
             states.append((path, status.st_size, status.st_mtime_ns))
-    return _stored_head(folder, tuple(states))
+    files = tuple(states)
+    return _cached_head(folder, files) if are_settled(files) else _stored_head(folder, files)
 
 
-@lru_cache(maxsize=16)
-def _stored_head(folder: Path, state: tuple[tuple[Path, int, int], ...]) -> Head:
-    if not state:
+def are_settled(files: FileStates) -> bool:
+    """True if no file was modified within ``SETTLE_TIME``: their states identify their contents."""
+    return all(modified < time.time_ns() - SETTLE_TIME for _, _, modified in files)
+
+
+def _stored_head(folder: Path, files: FileStates) -> Head:
+    if not files:
         return "unknown"
     try:
         heads, embeddings = (_find(folder, pattern) for pattern in (HEAD, EMBEDDING))
@@ -114,6 +125,9 @@ def _stored_head(folder: Path, state: tuple[tuple[Path, int, int], ...]) -> Head
         return "same" if _equal(heads[0], embeddings[0]) else "other"
     except (OSError, ValueError, msgspec.MsgspecError, RecursionError):  # the loader reports it
         return "unknown"
+
+
+_cached_head = lru_cache(maxsize=16)(_stored_head)
 
 
 def _files(folder: Path) -> list[Path]:

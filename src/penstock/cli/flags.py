@@ -88,7 +88,7 @@ def configure(args: argparse.Namespace, process: str = "") -> ResolvedConfigurat
     if process:
         logs.set_up(result.configuration.log, process)
     for name, why in result.ignored.items():
-        logger.warning("%s has no meaning here and is ignored: %s", name, why)
+        logger.warning("%s is ignored: %s", name, why)
     return result
 
 

@@ -93,7 +93,7 @@ def _quantize(args: argparse.Namespace) -> None:
         raise _unsupported("quant_mode", combination, f"use {known}; block-wise scales with 4-bit weights only")
     for name, why in UNUSED.items():
         if getattr(args, name) is not None:
-            print(f"--{name} has no meaning here and is ignored: {why}", file=sys.stderr)
+            print(f"--{name} is ignored: {why}", file=sys.stderr)
     _link_checkpoint(args, FORMATS[kind])
     print(f"{args.output_dir}: weights will be quantized to {FORMATS[kind]} at load")
 
@@ -107,7 +107,7 @@ def _write_quantized(args: argparse.Namespace) -> None:
         message = f"{args.quant_algo} for {args.quant_dtype} with {given}"
         raise _unsupported("quant_algo", message, f"{algorithm} supports {'; '.join(known)}")
     if args.cpu_offload is not None:
-        print(f"--cpu_offload has no meaning here and is ignored: {UNUSED['cpu_offload']}", file=sys.stderr)
+        print(f"--cpu_offload is ignored: {UNUSED['cpu_offload']}", file=sys.stderr)
     texts, file = tuple(args.calib_data or ()), args.calib_data_file or ""
     if texts and file:
         raise invalid("calib_data", "cannot be combined with calib_data_file")

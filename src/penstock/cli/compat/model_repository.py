@@ -285,4 +285,4 @@ def _arguments(flags: Flags) -> Iterator[str]:
 
 
 def _log_ignored(source: str, why: str) -> None:
-    logger.warning("%s has no meaning here and is ignored: %s", source, why)
+    logger.warning("%s is ignored: %s", source, why)

@@ -175,4 +175,4 @@ def _memory(metadata: Metadata, model: str, share: float) -> list[str]:
 
 
 def _log_ignored(name: str, why: str) -> None:
-    logger.warning("%s of the service has no meaning here and is ignored: %s", name, why)
+    logger.warning("%s of the service is ignored: %s", name, why)

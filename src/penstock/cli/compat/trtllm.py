@@ -222,7 +222,7 @@ def _check_at_least_one(name: str, value: int) -> None:
 
 
 def _print_ignored(name: str, why: str) -> None:
-    print(f"--{name} has no meaning here and is ignored: {why}", file=sys.stderr)
+    print(f"--{name} is ignored: {why}", file=sys.stderr)
 
 
 COMMANDS = {"convert_checkpoint.py": convert_checkpoint, "quantize.py": quantize, "trtllm-build": build}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.checkpoint_digest import PATTERNS, PYTORCH_INDEX, checkpoint_digest
-from penstock.checkpoint.stored_tensors import EMBEDDING, HEAD, INDEX, Index, matches
+from penstock.checkpoint.stored_tensors import EMBEDDING, HEAD, INDEX, FileStates, Index, are_settled, matches
 from penstock.core.errors import invalid
 from penstock.core.json_files import read_text_file
 from penstock.core.quantization import UNQUANTIZED, Format
@@ -175,13 +175,13 @@ def has_other_pytorch_head(folder: Path) -> bool:
     """Whether the PyTorch files of a checkpoint have a language model head that differs from the embedding."""
     if any(folder.glob("*.safetensors")):
         return False
-    files = [(path, path.stat()) for path in sorted(folder.glob("pytorch_model*.bin")) if path.is_file()]
-    state = tuple((path, status.st_size, status.st_mtime_ns) for path, status in files)
-    return bool(state) and _has_other_pytorch_head(folder, state)
+    states = [(path, path.stat()) for path in sorted(folder.glob("pytorch_model*.bin")) if path.is_file()]
+    files = tuple((path, status.st_size, status.st_mtime_ns) for path, status in states)
+    compare = _cached_comparison if are_settled(files) else _has_other_pytorch_head
+    return bool(files) and compare(folder, files)
 
 
-@lru_cache(maxsize=16)
-def _has_other_pytorch_head(folder: Path, state: tuple[tuple[Path, int, int], ...]) -> bool:
+def _has_other_pytorch_head(folder: Path, files: FileStates) -> bool:
     checkpoint = Checkpoint(folder)
     heads, embeddings = ([name for name in checkpoint.names if matches(name, each)] for each in (HEAD, EMBEDDING))
     if not heads or not embeddings:
@@ -190,6 +190,9 @@ def _has_other_pytorch_head(folder: Path, state: tuple[tuple[Path, int, int], ..
     if one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride():
         return one.dtype is not other.dtype  # tied tensors share their storage
     return not torch.equal(one, other)
+
+
+_cached_comparison = lru_cache(maxsize=16)(_has_other_pytorch_head)
 
 
 def tied_embedding(checkpoint: Checkpoint) -> Callable[[str], Stored] | None:
