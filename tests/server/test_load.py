@@ -466,7 +466,7 @@ def test_bodies_wait_for_memory_and_are_answered() -> None:
                 assert connection.recv(2**16).startswith(b"HTTP/1.1 200")
 
 
-# --- The storm ------------------------------------------------------------------------------------------------------
+# --- Streams under load ----------------------------------------------------------------------------------------------
 
 
 class MemoryGrowth:
@@ -481,7 +481,7 @@ class MemoryGrowth:
         assert max(growth) <= MAX_GROWTH, growth
 
 
-def storm_of(paths: dict[str, dict[str, Any]], size: int) -> dict[str, list[Body]]:
+def bodies_by_path(paths: dict[str, dict[str, Any]], size: int) -> dict[str, list[Body]]:
     draw = random.Random(41)
     return {path: [*load_storm.bodies(path, schema, size, draw)] for path, schema in paths.items()}
 
@@ -491,7 +491,7 @@ def test_streams_do_not_pause_for_the_largest_bodies_of_any_endpoint(
     served: Served, paths: dict[str, dict[str, Any]]
 ) -> None:
     growth, gaps = MemoryGrowth(served), {}
-    for path, bodies in storm_of(paths, MIB).items():
+    for path, bodies in bodies_by_path(paths, MIB).items():
         with Victim(served, B) as victim:
             load_storm.in_subprocess(load_storm.send, served.root, A | JSON, bodies, 4, 1)
         gaps[path] = victim.gap
@@ -503,7 +503,7 @@ def test_streams_do_not_pause_for_the_largest_bodies_of_any_endpoint(
 def test_streams_do_not_pause_for_many_bodies(served: Served, paths: dict[str, dict[str, Any]]) -> None:
     """100 bodies of 1 MB at a time, with one large field per endpoint."""
     growth, gaps, draw = MemoryGrowth(served), {}, random.Random(42)
-    for path, bodies in storm_of(paths, MIB).items():
+    for path, bodies in bodies_by_path(paths, MIB).items():
         with Victim(served, B) as victim:
             load_storm.in_subprocess(load_storm.send, served.root, A | JSON, [draw.choice(bodies)], 100, 100)
         gaps[path] = victim.gap
@@ -515,7 +515,7 @@ def test_streams_do_not_pause_for_many_bodies(served: Served, paths: dict[str, d
 def test_streams_do_not_pause_with_64_mib_bodies(paths: dict[str, dict[str, Any]]) -> None:
     with Served(*ROOM, "--api-key", "key-a,key-b", "--max-body-size", str(64 * MIB)) as server:
         growth, gaps = MemoryGrowth(server), {}
-        for path, bodies in storm_of(paths, 64 * MIB).items():
+        for path, bodies in bodies_by_path(paths, 64 * MIB).items():
             if not path.startswith("/v1/") or path.startswith(("/v1/responses/", "/v1/conversations")):
                 continue
             chosen = [body for body in bodies if body.name.startswith(("messages", "prompt", "input", "refused"))]

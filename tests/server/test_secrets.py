@@ -54,7 +54,7 @@ def test_secret_in_any_option_is_masked(setting: Setting) -> None:
     assert setting.secret or "org/name@main" in str(kept)
 
 
-def test_list_of_secret_options() -> None:
+def test_secret_options_are_keys_tokens_and_storage_url() -> None:
     assert HOLD_SECRETS == ["hf_token", "api_key", "admin_api_key", "storage_url"]
 
 

@@ -306,8 +306,8 @@ def roomy() -> Iterator[Served]:
 
 @pytest.mark.parametrize("name", LARGE)
 def test_large_request_does_not_delay_other_clients(roomy: Served, name: str) -> None:
-    """Others are answered after little processor time of the server (which, unlike wall-clock time, does not depend on other
-    programs)."""
+    """Others are answered after little processor time of the server. (Unlike wall-clock time, processor time does not
+    depend on other programs.)"""
     path, body = LARGE[name]
     content = json.dumps(body).encode()
     busy_seconds: list[float] = []
