@@ -353,7 +353,7 @@ def test_waiting_request_gets_error_when_model_load_fails(empty: tuple[Served, P
     responses: list[httpx.Response] = []
 
     def start_loading() -> tuple[threading.Thread, int]:
-        """Start loading the model and send SIGSTOP to its engine; return the waiting thread and the engine's process id."""
+        """Start loading the model and send SIGSTOP to its engine; return the waiting thread and the engine's pid."""
         waiting = threading.Thread(target=lambda: responses.append(httpx.post(f"{model_url}/load", timeout=60)))
         waiting.start()
         wait(lambda: len(served.pids["engine"]) == 2)
