@@ -102,8 +102,8 @@ def test_reads_do_not_wait_for_a_writer(served: Served, folder: Path, stored: di
             body = {**context, "input": "Go on.", "model": "default"}
             response = httpx.post(f"{served.url}/responses/input_tokens", json=body, headers=headers, timeout=8)
             assert response.status_code == 200, response.text
-        body = {**PLAIN, "previous_response_id": stored["response"], "input": "Go on.", "store": False}
-        assert httpx.post(f"{served.url}/responses", json=body, headers=headers, timeout=8).status_code == 200
+        unstored = {**PLAIN, "previous_response_id": stored["response"], "input": "Go on.", "store": False}
+        assert httpx.post(f"{served.url}/responses", json=unstored, headers=headers, timeout=8).status_code == 200
         assert httpx.get(f"{served.root}/metrics", timeout=8).status_code == 200
         writer.execute("ROLLBACK")
 
