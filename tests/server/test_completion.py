@@ -58,11 +58,11 @@ def test_zsh_and_fish_complete_options(shell: str, tmp_path: Path) -> None:
     terminal = Terminal(*start, columns=100, lines=20, folder=tmp_path)
     try:
         terminal.type(f"{load}; echo rea''dy\n")
-        terminal.see(lambda screen: "\nready" in screen)
+        terminal.wait_for(lambda screen: "\nready" in screen)
         terminal.type("penstock serve --kv-cache-dt\t")
-        terminal.see(lambda screen: "penstock serve --kv-cache-dtype" in screen)
+        terminal.wait_for(lambda screen: "penstock serve --kv-cache-dtype" in screen)
         terminal.type(" in\t")
-        terminal.see(lambda screen: re.search("--kv-cache-dtype +int8", screen) is not None)
+        terminal.wait_for(lambda screen: re.search("--kv-cache-dtype +int8", screen) is not None)
     finally:
         terminal.close()
 
