@@ -21,7 +21,7 @@ import yaml
 from serving import LoggedProcess, free_ports, processes
 
 SERVE = "from ray.serve.scripts import cli; cli()"
-TO_START = 120.0
+START_TIMEOUT = 120.0
 
 
 class RayCommand(LoggedProcess):
@@ -31,7 +31,7 @@ class RayCommand(LoggedProcess):
         url: URL of the application that it serves.
     """
 
-    log_timeout = TO_START
+    log_timeout = START_TIMEOUT
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], url: str = "") -> None:
         self.url = url
@@ -56,7 +56,7 @@ class RayCommand(LoggedProcess):
 
     def wait_ready(self, path: str) -> None:
         """Wait until the application is served. ``serve run`` with a file does not log it."""
-        deadline = time.monotonic() + TO_START
+        deadline = time.monotonic() + START_TIMEOUT
         while True:
             with suppress(httpx.TransportError):
                 if httpx.get(self.url + path).status_code == 200:
