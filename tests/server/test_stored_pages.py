@@ -204,7 +204,7 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.mark.parametrize(
     ("items", "more", "limit"),
     [
-        ([message("a")] * 4, message("b"), r"has 4 items, and 1 more exceed the limit of 4 \(max_conversation_items\)"),
+        ([message("a")] * 4, message("b"), r"has 4 items; 1 more exceed the limit of 4 \(max_conversation_items\)"),
         ([message("a" * 1700)], message("b" * 400), r"exceed the limit of 2000 \(max_conversation_bytes\)"),
     ],
 )

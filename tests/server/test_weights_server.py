@@ -189,7 +189,7 @@ def test_refused_weight_update_changes_nothing(
     before = client.fetch("/v1/weights")
     for fields, message in (
         ({"path": str(broken)}, "not finite"),
-        ({"path": str(folders[0].parent / "missing")}, "no folder"),
+        ({"path": str(folders[0].parent / "missing")}, "is not a folder"),
         ({"path": "/etc"}, "allowed-local-weights-path"),
         ({"path": str(folders[0].parent / "outside")}, "allowed-local-weights-path"),
         ({"path": f"{folders[1]}/../../../etc"}, "allowed-local-weights-path"),
