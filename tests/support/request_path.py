@@ -1,7 +1,7 @@
 """Files of the package through which one streamed chat passes, in the API process and in the engine process.
 
 ``python tests/support/request_path.py`` prints them, with the functions of each, and writes the list in
-docs/architecture.md.
+docs/architecture/request.md.
 
 The server runs unmodified: a ``sitecustomize`` module on ``PYTHONPATH`` sets a profile function in every thread of the
 two processes. It records what is called from the request until the last event of its stream. Earlier requests have
@@ -66,7 +66,7 @@ if name:
 
 Called = dict[str, set[str]]
 """File, relative to the package → names of its functions that were called."""
-PAGE = ROOT / "docs/architecture.md"
+PAGE = ROOT / "docs/architecture/request.md"
 BEGIN, END = "<!-- The list is made by python tests/support/request_path.py -->", "<!-- End of the list -->"
 
 
@@ -127,7 +127,7 @@ def report(processes: dict[str, Called]) -> Iterator[str]:
 
 
 def page_with(processes: dict[str, Called]) -> str:
-    """docs/architecture.md with the list of these files."""
+    """docs/architecture/request.md with the list of these files."""
     page = PAGE.read_text(encoding="utf-8")
     before, _, rest = page.partition(f"{BEGIN}\n")
     _, _, after = rest.partition(END)
