@@ -1,4 +1,4 @@
-"""The path of a streamed chat through the package: how many files it has, and that docs/architecture.md lists them."""
+"""Files through which a streamed chat passes: their number, and their list in docs/architecture/request.md."""
 
 from __future__ import annotations
 
