@@ -98,7 +98,7 @@ def lost(before: Any, after: Any, path: str = "") -> list[str]:
     return [] if before == after else [path]
 
 
-def test_the_dashboard_fits_grafanas_schema() -> None:
+def test_dashboard_matches_grafana_schema() -> None:
     assert lost(DASHBOARD, in_schema(DASHBOARD)) == []
     wrong = copy.deepcopy(DASHBOARD)
     wrong["panels"][1]["options"]["colour"] = "value"
@@ -120,7 +120,7 @@ def test_panels_do_not_overlap() -> None:
     assert len(set(ids)) == len(ids)
 
 
-def test_every_panel_shows_something(prometheus: str) -> None:
+def test_every_panel_has_data(prometheus: str) -> None:
     expressions = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
     assert len(expressions) > 20
     for expression in expressions:
@@ -130,7 +130,7 @@ def test_every_panel_shows_something(prometheus: str) -> None:
         assert found or any(part in expression for part in (*WITHOUT_SAMPLES, "request_failures")), expression
 
 
-def test_the_names_are_those_of_the_server(prometheus: str) -> None:
+def test_dashboard_and_alerts_use_existing_metrics(prometheus: str) -> None:
     names = set(httpx.get(f"{prometheus}/label/__name__/values").json()["data"])
     asked = set(
         re.findall(r"penstock:\w+", json.dumps(DASHBOARD) + (ROOT / "deploy/prometheus/alerts.yml").read_text())
@@ -139,13 +139,13 @@ def test_the_names_are_those_of_the_server(prometheus: str) -> None:
     assert missing <= {"penstock:request_failures_total"}  # of which there were none
 
 
-def test_rules_are_loaded_and_nothing_is_wrong(prometheus: str) -> None:
+def test_alert_rules_load_and_do_not_fire(prometheus: str) -> None:
     (group,) = httpx.get(f"{prometheus}/rules").json()["data"]["groups"]
     assert {rule["health"] for rule in group["rules"]} <= {"ok", "unknown"}
     assert {rule["state"] for rule in group["rules"]} == {"inactive"}
 
 
-def test_vllms_names(prometheus: str) -> None:
+def test_vllm_metric_names_have_data(prometheus: str) -> None:
     """What routers and dashboards of vLLM's ask for."""
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "gpu_cache_usage_perc"):
         assert query(prometheus, f"vllm:{name}")

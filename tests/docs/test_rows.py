@@ -44,18 +44,18 @@ def marked(system: str) -> set[str]:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_every_row_has_a_test(system: str) -> None:
+def test_every_dialect_table_row_has_a_test(system: str) -> None:
     said = rows((ROOT / f"docs/dialects/{system}.md").read_text())
     assert not [row for row in said if row not in marked(system)]
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_every_test_of_a_row_has_the_row(system: str) -> None:
+def test_row_marks_name_existing_rows(system: str) -> None:
     assert not marked(system) - set(rows((ROOT / f"docs/dialects/{system}.md").read_text()))
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_the_chinese_tables_have_the_same_rows(system: str) -> None:
+def test_chinese_dialect_tables_have_same_rows(system: str) -> None:
     """Those that are named by code; words are said in the other language."""
     english, chinese = (
         [row for row in re.findall(r"^\| (`.*)$", (ROOT / folder / f"{system}.md").read_text(), flags=re.M)]
@@ -66,7 +66,7 @@ def test_the_chinese_tables_have_the_same_rows(system: str) -> None:
 
 
 @pytest.mark.parametrize("page", ["README", "docs/dialects"])
-def test_a_chinese_page_has_the_same_commands_and_tables(page: str) -> None:
+def test_chinese_page_has_same_commands_and_tables(page: str) -> None:
     chinese = {"README": "README.zh-CN.md", "docs/dialects": "docs/zh/dialects.md"}[page]
     texts = [(ROOT / name).read_text() for name in (f"{page}.md", chinese)]
     if page == "README":

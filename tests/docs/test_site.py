@@ -58,7 +58,7 @@ def site() -> dict[Path, Page]:
     return {path: Page(path) for path in SITE.rglob("*.html")}
 
 
-def test_every_page_is_in_the_navigation() -> None:
+def test_navigation_lists_every_page_once() -> None:
     """A new one belongs into ``nav`` of zensical.toml, and none is there twice."""
 
     def pages(entry: object) -> list[str]:
@@ -73,7 +73,7 @@ def test_every_page_is_in_the_navigation() -> None:
     assert set(listed) == written | added
 
 
-def test_links_lead_somewhere(site: dict[Path, Page]) -> None:
+def test_links_have_existing_targets(site: dict[Path, Page]) -> None:
     for path, page in site.items():
         for address in [*page.linked, *page.loaded]:
             parts = urlsplit(address)
@@ -86,7 +86,7 @@ def test_links_lead_somewhere(site: dict[Path, Page]) -> None:
                 assert unquote(parts.fragment) in site[target].anchors, (path, address)
 
 
-def test_pages_ask_no_other_host(site: dict[Path, Page]) -> None:
+def test_pages_load_nothing_from_other_hosts(site: dict[Path, Page]) -> None:
     for path, page in site.items():
         assert not [address for address in page.loaded if urlsplit(address).netloc], path
         assert 'class="mermaid"' not in page.text, f"{path}: what draws it comes from another host"
@@ -134,7 +134,7 @@ def address(site: dict[Path, Page]) -> Iterator[str]:
         yield found
 
 
-def test_each_page_leads_to_its_translation(site: dict[Path, Page]) -> None:
+def test_pages_link_to_their_translation(site: dict[Path, Page]) -> None:
     """And Chinese pages say that they are Chinese."""
     for path, page in site.items():
         name = path.relative_to(SITE).as_posix()
@@ -148,7 +148,7 @@ def test_each_page_leads_to_its_translation(site: dict[Path, Page]) -> None:
         assert target == (other if other.exists() else SITE / "zh/index.html"), name
 
 
-def test_versions(site: dict[Path, Page], tmp_path: Path) -> None:
+def test_version_selector_lists_versions(site: dict[Path, Page], tmp_path: Path) -> None:
     sys.path.insert(0, str(ROOT / "scripts/docs"))
     try:
         from versions import add_version
@@ -182,7 +182,7 @@ def test_versions(site: dict[Path, Page], tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt install chromium)")
-def test_search_in_a_browser(site: dict[Path, Page], address: str) -> None:
+def test_search_finds_pages_in_both_languages(site: dict[Path, Page], address: str) -> None:
     """What is found in both languages, with no request to another host and no script that fails."""
     from playwright.sync_api import sync_playwright
 

@@ -56,7 +56,7 @@ def busy(server: Served) -> Iterator[None]:
             thread.join()
 
 
-def test_top(servers: Servers, tmp_path: Path) -> None:
+def test_top_shows_running_requests(servers: Servers, tmp_path: Path) -> None:
     server = servers.get("--num-gpu-blocks-override", "400")
     terminal = Terminal(
         *PENSTOCK, "top", "--url", server.root, "--interval", "0.5", columns=100, lines=26, folder=tmp_path
@@ -72,7 +72,7 @@ def test_top(servers: Servers, tmp_path: Path) -> None:
     assert keep(terminal, "terminal-top.svg", tmp_path).count("<text") >= 8
 
 
-def test_chat(servers: Servers, tmp_path: Path) -> None:
+def test_chat_shows_answers(servers: Servers, tmp_path: Path) -> None:
     server = servers.get("--num-gpu-blocks-override", "400")
     arguments = ("chat", "--url", server.url, "--temperature", "0")
     terminal = Terminal(*PENSTOCK, *arguments, columns=100, lines=20, folder=tmp_path)

@@ -51,7 +51,7 @@ def build(sources: Path, **environment: str) -> tuple[subprocess.CompletedProces
     return done, [name for name in names if name.endswith(".so")]
 
 
-def test_without_any_compiler_there_are_no_kernels_and_the_build_says_so(sources: Path, tmp_path: Path) -> None:
+def test_build_without_compiler_has_no_kernels_and_prints_note(sources: Path, tmp_path: Path) -> None:
     tools = tmp_path / "bin"
     tools.mkdir()
     for name in TOOLS:
@@ -62,7 +62,7 @@ def test_without_any_compiler_there_are_no_kernels_and_the_build_says_so(sources
     assert "No C++ compiler was found" in done.stdout + done.stderr
 
 
-def test_a_compiler_that_fails_fails_the_installation(sources: Path) -> None:
+def test_build_with_broken_compiler_fails(sources: Path) -> None:
     done, compiled = build(sources, CXX=str(shutil.which("false")))
     assert done.returncode != 0
     assert not compiled
@@ -71,7 +71,7 @@ def test_a_compiler_that_fails_fails_the_installation(sources: Path) -> None:
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="there is no C++ compiler")
-def test_a_source_that_does_not_compile_fails_the_installation_with_the_compilers_words(sources: Path) -> None:
+def test_build_with_broken_source_fails_with_compiler_error(sources: Path) -> None:
     header = sources / "csrc" / "kernels.h"
     header.write_text("#error broken on purpose\n" + header.read_text())
     done, compiled = build(sources, PENSTOCK_SETS="portable", CMAKE_BUILD_PARALLEL_LEVEL="1")
@@ -80,7 +80,7 @@ def test_a_source_that_does_not_compile_fails_the_installation_with_the_compiler
     assert re.search(r"kernels\.h:1:\d+: error:.*broken on purpose", done.stdout + done.stderr)
 
 
-def test_kernels_can_be_left_out_and_unknown_sets_are_refused(sources: Path) -> None:
+def test_build_omits_kernels_on_request_and_refuses_unknown_sets(sources: Path) -> None:
     done, compiled = build(sources, PENSTOCK_SETS="none", CXX=str(shutil.which("false")))
     assert done.returncode == 0, done.stdout + done.stderr
     assert not compiled
@@ -89,7 +89,7 @@ def test_kernels_can_be_left_out_and_unknown_sets_are_refused(sources: Path) -> 
     assert "avx9000 is not an instruction set" in " ".join((done.stdout + done.stderr).split())
 
 
-def test_packages_of_a_checkout_name_its_commit(sources: Path, tmp_path: Path) -> None:
+def test_packages_contain_commit_of_checkout(sources: Path, tmp_path: Path) -> None:
     """Also a wheel of an sdist, which is no checkout; and none of this leaves a file in the checkout."""
 
     def git(*words: str) -> str:

@@ -168,7 +168,7 @@ def served(full: Clean) -> Iterator[Served]:
 # --- The package ------------------------------------------------------------------------------------------------------
 
 
-def test_it_brings_one_command_and_no_test_tool(clean: Clean) -> None:
+def test_wheel_installs_one_command_and_no_test_tools(clean: Clean) -> None:
     code = "import json, importlib.metadata as m; print(json.dumps([m.version('penstock-llm'), "
     code += "[str(f) for f in m.files('penstock-llm')], [d.name for d in m.distributions()]]))"
     version, files, installed = json.loads(clean.run(clean.python, "-c", code).stdout)
@@ -183,7 +183,7 @@ def test_it_brings_one_command_and_no_test_tool(clean: Clean) -> None:
     assert not {distribution(name) for name in installed} & {"pytest", "httpx", "openai", "transformers", "grpcio"}
 
 
-def test_every_command_has_its_help(clean: Clean) -> None:
+def test_every_command_prints_help(clean: Clean) -> None:
     said = clean.run(clean.penstock, "--help").stdout
     commands = [[name] for name in re.findall(r"^    ([a-z-]+)\s", said, re.MULTILINE)]
     assert len(commands) > 8
@@ -211,7 +211,7 @@ def test_every_command_has_its_help(clean: Clean) -> None:
         (["bench", "serve", "--picture", "load.png"], "bench"),
     ],
 )
-def test_what_an_extra_is_needed_for_names_it(clean: Clean, arguments: list[str], extra: str) -> None:
+def test_command_without_its_extra_names_the_extra(clean: Clean, arguments: list[str], extra: str) -> None:
     (clean.home / "models" / "ensemble").mkdir(parents=True, exist_ok=True)
     (clean.home / "models" / "ensemble" / "config.pbtxt").write_text('name: "ensemble"\n')
     ran = clean.run(clean.penstock, *[word.replace("MODELS", "models") for word in arguments])
@@ -219,7 +219,7 @@ def test_what_an_extra_is_needed_for_names_it(clean: Clean, arguments: list[str]
     assert "Traceback" not in ran.stderr
 
 
-def test_models_come_from_a_hub(clean: Clean, tmp_path: Path) -> None:
+def test_models_are_downloaded_from_a_hub(clean: Clean, tmp_path: Path) -> None:
     """Also over a connection that is reset on the way."""
     hub = Hub()
     try:
@@ -235,7 +235,7 @@ def test_models_come_from_a_hub(clean: Clean, tmp_path: Path) -> None:
         hub.stop()
 
 
-def test_other_systems_commands_are_written(clean: Clean, tmp_path: Path) -> None:
+def test_shims_of_other_systems_run(clean: Clean, tmp_path: Path) -> None:
     assert clean.run(clean.penstock, "shims", tmp_path).returncode == 0
     for command in (
         [tmp_path / "tritonserver"],
@@ -251,14 +251,14 @@ def test_other_systems_commands_are_written(clean: Clean, tmp_path: Path) -> Non
 # --- A conversation ---------------------------------------------------------------------------------------------------
 
 
-def test_it_chats_in_a_terminal(full: Clean) -> None:
+def test_chat_runs_a_model_in_a_terminal(full: Clean) -> None:
     with Person(full.home, *SMALL, "--temperature", "0", command=[str(full.penstock), "chat"]) as person:
         person.see("> ")
         person.type("What is the capital of Canada?\n")
         person.see("Ottawa", limit=60)
 
 
-def test_it_chats_with_a_server(clean: Clean) -> None:
+def test_chat_connects_to_a_server(clean: Clean) -> None:
     """Of this environment, so that a Python that runs no model can talk, too."""
     with Served(*SMALL) as server:
         command = [str(clean.penstock), "chat"]
@@ -278,7 +278,7 @@ def snippets(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
 
 
-def test_programs_run_as_printed(full: Clean, served: Served) -> None:
+def test_readme_python_runs(full: Clean, served: Served) -> None:
     programs = [code.replace(ADDRESS, served.root) for code in snippets("python")]
     assert len(programs) == 2
     for code in programs:
@@ -288,7 +288,7 @@ def test_programs_run_as_printed(full: Clean, served: Served) -> None:
         assert client or "渥太华" in ran.stdout
 
 
-def test_commands_run_as_printed(full: Clean, served: Served) -> None:
+def test_readme_commands_run(full: Clean, served: Served) -> None:
     """In a folder with the environment where ``make`` puts it. Installing is not repeated; talking, watching,
     downloading and calibrating have tests. ``MODEL`` is the built-in one."""
     asked = {
@@ -323,14 +323,14 @@ def extras(full: Clean) -> Clean:
     return full
 
 
-def test_grpc_answers_with_its_extra(extras: Clean) -> None:
+def test_grpc_responds_with_its_extra(extras: Clean) -> None:
     with extras.serve("--grpc-port", "0") as served:
         address = served.find(r"gRPC at (\S+)")[1]
         with triton.InferenceServerClient(address) as client:
             assert client.is_server_ready() and client.is_model_ready("ensemble")
 
 
-def test_a_load_is_measured_with_its_extra(extras: Clean, served: Served) -> None:
+def test_bench_serve_runs_with_its_extra(extras: Clean, served: Served) -> None:
     (line,) = [line for block in snippets("sh") for line in block.splitlines() if "bench serve" in line]
     command = line.partition("#")[0].rstrip() + f" --base-url {served.root} --num-prompts 4 --random-output-len 8"
     ran = extras.run("bash", "-c", command)

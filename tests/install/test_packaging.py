@@ -39,7 +39,7 @@ def declared(requirements: list[str]) -> set[str]:
     return {distribution(requirement) for requirement in requirements}
 
 
-def test_everything_that_is_imported_is_declared() -> None:
+def test_imported_packages_are_declared() -> None:
     known = declared(PROJECT["dependencies"]).union(*map(declared, PROJECT["optional-dependencies"].values()))
     owners = packages_distributions()
     missing: dict[str, str] = {}
@@ -50,7 +50,7 @@ def test_everything_that_is_imported_is_declared() -> None:
     assert not missing
 
 
-def test_everything_that_is_declared_is_imported() -> None:
+def test_declared_dependencies_are_imported() -> None:
     """``httptools`` is what uvicorn parses HTTP with."""
     owners = packages_distributions()
     names = {name for path in (ROOT / "src").rglob("*.py") for name in imported(path)}
@@ -58,7 +58,7 @@ def test_everything_that_is_declared_is_imported() -> None:
     assert not declared(PROJECT["dependencies"]) - used
 
 
-def test_hints_name_the_distribution_and_its_extras() -> None:
+def test_install_hints_name_package_and_extras() -> None:
     extras = set(PROJECT["optional-dependencies"])
     pages = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("README*.md")]
     hints = [hint for page in pages for hint in re.findall(r"pip install '([\w-]+)\[(\w+)\]'", page.read_text())]
@@ -66,7 +66,7 @@ def test_hints_name_the_distribution_and_its_extras() -> None:
     assert {name for name, _ in hints} == {PROJECT["name"]}
 
 
-def test_what_a_server_s_processes_import() -> None:
+def test_api_process_does_not_import_heavy_packages() -> None:
     """Whatever few models or options need is imported with them: it would take each start time and memory."""
     code = "import sys, penstock.serve.process.api_server; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
