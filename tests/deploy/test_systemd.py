@@ -21,10 +21,10 @@ def test_systemd_unit_is_valid(tmp_path: Path) -> None:
     text = UNIT.read_text()
     assert INSTALLED in text
     copy = tmp_path / UNIT.name
-    copy.write_text(text.replace(INSTALLED, str(shutil.which("true"))))  # one that is there
+    copy.write_text(text.replace(INSTALLED, str(shutil.which("true"))))  # an existing program
     assert VERIFY
-    said = subprocess.run([VERIFY, "verify", "--man=no", str(copy)], capture_output=True, text=True)
-    assert said.returncode == 0 and UNIT.name not in said.stderr, said.stderr
+    result = subprocess.run([VERIFY, "verify", "--man=no", str(copy)], capture_output=True, text=True)
+    assert result.returncode == 0 and UNIT.name not in result.stderr, result.stderr
 
 
 def test_systemd_stop_timeout_exceeds_drain_timeout() -> None:

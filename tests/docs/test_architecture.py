@@ -1,4 +1,4 @@
-"""docs/architecture.md says what is there: its names are in the code, its drawings are up to date."""
+"""docs/architecture.md names existing files, classes and functions, and its drawings are up to date."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_architecture_page_names_existing_files() -> None:
 def test_architecture_page_names_existing_identifiers() -> None:
     found = re.findall(r"`([A-Za-z_]\w*(?:\.\w+)*)`", PAGE)
     named = {part for name in found if not name.endswith((".py", ".h", ".json")) for part in name.split(".")}
-    words = set(re.findall(r"\w+", CODE))
-    assert not [name for name in named if re.search(r"[A-Z_]", name) and name not in words]
+    identifiers = set(re.findall(r"\w+", CODE))
+    assert not [name for name in named if re.search(r"[A-Z_]", name) and name not in identifiers]
 
 
 def test_request_flow_functions_are_in_the_named_files() -> None:
@@ -49,23 +49,22 @@ def test_request_flow_functions_are_in_the_named_files() -> None:
     assert len(found) > 25
     for owner, method, path in found:
         text = (ROOT / "src/penstock" / path).read_text(encoding="utf-8")
-        if method and f"class {owner}" not in text:  # an instance's method
+        if method and f"class {owner}" not in text:  # the owner is an instance
             assert re.search(rf"def {method}\b", text), (owner, method, path)
         else:
             assert re.search(rf"\b(class|def) {method or owner}\b", text), (owner, method, path)
 
 
 def test_architecture_table_lists_every_package() -> None:
-    """And none that is not there."""
     listed = set(re.findall(r"^\| `src/penstock/(\w+)/` \|", PAGE, re.MULTILINE))
-    there = {path.parent.name for path in (ROOT / "src/penstock").glob("*/__init__.py")}
-    assert listed == there
+    packages = {path.parent.name for path in (ROOT / "src/penstock").glob("*/__init__.py")}
+    assert listed == packages
 
 
 def test_drawings_are_up_to_date(drawings: dict[str, str]) -> None:
-    """``python scripts/docs drawings`` makes them."""
-    kept = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs/architecture").iterdir()}
-    assert kept == drawings
+    """Update them with ``python scripts/docs drawings``."""
+    committed = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs/architecture").iterdir()}
+    assert committed == drawings
     assert set(re.findall(r"\(architecture/([\w.]+)\)", PAGE)) == set(drawings)
 
 

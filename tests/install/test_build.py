@@ -1,4 +1,4 @@
-"""What an installation makes of the kernels, with a compiler, without, and with one that fails; what packages hold."""
+"""Building the package with a compiler, without one, and with a broken one; and the commit in built packages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
-pytest.importorskip("scikit_build_core", reason="the build's own tools are not installed (make installs them)")
+pytest.importorskip("scikit_build_core", reason="the build tools are not installed (make installs them)")
 pytest.importorskip("nanobind")
 
 TOOLS = [name for name in ("cmake", "ninja") if shutil.which(name)]
@@ -21,7 +21,7 @@ TOOLS = [name for name in ("cmake", "ninja") if shutil.which(name)]
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
-    """What an sdist holds, of the package only its first file and the version."""
+    """The files of an sdist, with only ``__init__.py`` and ``version.py`` of the package."""
     folder = tmp_path / "penstock"
     shutil.copytree(ROOT / "csrc", folder / "csrc")
     for name in (".gitignore", "pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE"):
@@ -35,7 +35,7 @@ def sources(tmp_path: Path) -> Path:
 
 
 def build(sources: Path, **environment: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """A wheel as pip builds it: what was printed, and the compiled files in it."""
+    """Build a wheel as pip does; return the finished process and the compiled files in the wheel."""
     out = sources.parent / "wheels"
     done = subprocess.run(
         [sys.executable, "-c", f"from build_backend import build_wheel; build_wheel({str(out)!r})"],
@@ -90,11 +90,12 @@ def test_build_omits_kernels_on_request_and_refuses_unknown_sets(sources: Path) 
 
 
 def test_packages_contain_commit_of_checkout(sources: Path, tmp_path: Path) -> None:
-    """Also a wheel of an sdist, which is no checkout; and none of this leaves a file in the checkout."""
+    """Also a wheel built from an sdist. Building leaves no file in the checkout."""
 
-    def git(*words: str) -> str:
-        by = ["-c", "user.name=A", "-c", "user.email=a@example.com", "-c", "init.defaultBranch=main"]
-        return subprocess.run(["git", *by, *words], cwd=sources, check=True, capture_output=True, text=True).stdout
+    def git(*arguments: str) -> str:
+        config = ["-c", "user.name=A", "-c", "user.email=a@example.com", "-c", "init.defaultBranch=main"]
+        command = ["git", *config, *arguments]
+        return subprocess.run(command, cwd=sources, check=True, capture_output=True, text=True).stdout
 
     git("init"), git("add", "."), git("commit", "-m", "All")
     commit = git("rev-parse", "--short", "HEAD").strip()

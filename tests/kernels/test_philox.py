@@ -19,10 +19,10 @@ from penstock.engine.worker.philox import philox, uniform
     ],
 )
 def test_philox_matches_published_vectors(counter: str, key: str, expected: str) -> None:
-    def words(text: str) -> np.ndarray:
+    def array(text: str) -> np.ndarray:
         return np.array([[int(word, 16) for word in text.split()]], np.uint32)
 
-    assert (philox(words(key), words(counter)) == words(expected)).all()
+    assert (philox(array(key), array(counter)) == array(expected)).all()
 
 
 @given(
