@@ -1,4 +1,4 @@
-"""Drawings of docs/architecture.md as SVG: ``python scripts/docs drawings`` writes them to docs/architecture/.
+"""Drawings of docs/architecture as SVG: ``python scripts/docs drawings`` writes them there.
 
 The drawing of packages is generated from import-linter's layers in pyproject.toml. The other drawings are defined here:
 boxes on a grid, and arrows between their edges.

@@ -1,4 +1,4 @@
-"""The files that a streaming chat passes through: their number is limited, and docs/architecture.md lists them."""
+"""Files through which a streaming chat passes: their number is limited, and docs/architecture/request.md lists them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Files of the package with functions that one streaming chat calls, in the API process and in the engine process.
 
-``python tests/support/request_path.py`` prints the files and functions, and updates the list in docs/architecture.md.
+``python tests/support/request_path.py`` prints the files and functions, and updates the list in
+docs/architecture/request.md.
 
 The server runs unmodified: a ``sitecustomize`` module on ``PYTHONPATH`` sets a profile function in every thread of the
 two processes. It records the functions called from the request until the last event of its stream. Warm-up requests
@@ -65,7 +66,7 @@ if name:
 
 Called = dict[str, set[str]]
 """Names of the called functions by file, relative to the package."""
-PAGE = ROOT / "docs/architecture.md"
+PAGE = ROOT / "docs/architecture/request.md"
 BEGIN, END = "<!-- The list is made by python tests/support/request_path.py -->", "<!-- End of the list -->"
 
 
@@ -125,7 +126,7 @@ def report(processes: dict[str, Called]) -> Iterator[str]:
 
 
 def page_with(processes: dict[str, Called]) -> str:
-    """Text of docs/architecture.md with the list of these files."""
+    """Text of docs/architecture/request.md with the list of these files."""
     page = PAGE.read_text(encoding="utf-8")
     before, _, rest = page.partition(f"{BEGIN}\n")
     _, _, after = rest.partition(END)
