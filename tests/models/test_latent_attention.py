@@ -20,7 +20,7 @@ from peft import LoraConfig, get_peft_model
 from quantized import KINDS as KINDS_OF_CHECKPOINTS
 from quantized import quantize
 from test_exactness import ADAPTERS, answers, draw_engine, draw_request, run, start
-from test_ops import DTYPES, KEPT, NAMES, close, cpu, draw_batch, kernels, randn, seeds
+from test_ops import DTYPES, KV_QUANTIZATIONS, NAMES, assert_close, cpu, draw_batch, kernels, randn, seeds
 from test_speculation import check_heads, with_head
 from torch import Tensor
 from transformers import DeepseekV2Config, DeepseekV3Config, PreTrainedConfig
@@ -148,7 +148,7 @@ def test_latent_attention(seed: int) -> None:
     """Against the reference; and every row bit by bit alone, in blocks of another size."""
     rng = Random(seed)
     dtype, block_size, heads = rng.choice(DTYPES), 16 * rng.randint(1, 5), rng.randint(1, 40)
-    spec, rope = draw_spec(rng, dtype, block_size, rng.choice(KEPT))
+    spec, rope = draw_spec(rng, dtype, block_size, rng.choice(KV_QUANTIZATIONS))
     batch, tokens, blocks = draw_batch(rng, block_size, rng.randint(1, 3))
     ours, theirs = (ops.new_kv_cache([spec], blocks, CPU)[0] for ops in (cpu, reference))
     other = cpu.new_kv_cache([replace(spec, block_size=64)], 3, CPU)[0]
@@ -177,7 +177,7 @@ def test_latent_attention(seed: int) -> None:
         error = (got - expected).float()
         assert error.square().mean() < 4e-4 * expected.float().square().mean()
     else:
-        close(got, expected.contiguous())
+        assert_close(got, expected.contiguous())
     for row, result in rows:
         assert torch.equal(result, got[row])
 
@@ -189,7 +189,7 @@ def test_threads_that_share_positions(seed: int) -> None:
     """Long sequences, against the reference; the same bits whatever the number of threads, and every row alone."""
     rng = Random(seed)
     dtype, heads, new = rng.choice(DTYPES), rng.choice((4, 16, 50)), rng.choice((1, 1, 30))
-    spec, rope = draw_spec(rng, dtype, 64, rng.choice(KEPT))
+    spec, rope = draw_spec(rng, dtype, 64, rng.choice(KV_QUANTIZATIONS))
     lengths = [rng.randint(new, 1700) for _ in range(rng.choice((1, 1, 2)))]
     ours, theirs = (ops.new_kv_cache([spec], 27 * len(lengths), CPU)[0] for ops in (cpu, reference))
     tables = torch.randperm(27 * len(lengths)).int().view(-1, 27)
@@ -228,7 +228,7 @@ def test_heads_by_their_own_matrices(seed: int) -> None:
     x = randn(seed + 1, tokens, heads, inputs + 7, dtype=dtype)[..., 3 : 3 + inputs]
     packed, out = cpu.pack_by_head(weight), torch.full((tokens, heads, outputs + 5), 7, dtype=dtype)
     got = cpu.linear_by_head(x, packed, out[..., 2 : 2 + outputs])
-    close(got, reference.linear_by_head(x, reference.pack_by_head(weight)), 5)
+    assert_close(got, reference.linear_by_head(x, reference.pack_by_head(weight)), 5)
     assert (out[..., :2] == 7).all()
     assert (out[..., 2 + outputs :] == 7).all()
     cut = rng.randint(1, tokens - 1)
@@ -236,7 +236,7 @@ def test_heads_by_their_own_matrices(seed: int) -> None:
     assert torch.equal(got, parts)
 
     rope, latent, pairs = 2 * rng.choice((8, 16)), 16 * rng.randint(1, 3), rng.random() < 0.5
-    spec = KVSpec(1, latent + rope, NAMES[dtype], 16, rng.choice(KEPT), latent=latent)
+    spec = KVSpec(1, latent + rope, NAMES[dtype], 16, rng.choice(KV_QUANTIZATIONS), latent=latent)
     q, down = (
         randn(seed + 2, tokens, heads, rope + 8, dtype=dtype)[..., 8:],
         randn(seed, tokens, 64 + rope, dtype=dtype),
@@ -258,9 +258,9 @@ def test_heads_by_their_own_matrices(seed: int) -> None:
         ops.export_kv(again, slots, copy, slots, layout)
         assert torch.equal(buffer, copy)
         buffers.append((turned[..., 4:].contiguous(), buffer))
-    close(buffers[0][0], buffers[1][0], 3)
+    assert_close(buffers[0][0], buffers[1][0], 3)
     if dtype is torch.bfloat16 and not spec.quantization:
-        close(*(buffer.view(dtype) for _, buffer in buffers))
+        assert_close(*(buffer.view(dtype) for _, buffer in buffers))
 
 
 def test_what_the_kernels_cannot_do_is_refused() -> None:
