@@ -238,7 +238,7 @@ DAMAGES = {
     "cut": (edit_shard(lambda data: data[:-100]), r"cannot be used .it has \d+ bytes instead of \d+." + REBUILD_HINT),
     "cut in its header": (edit_shard(lambda data: data[:50]), "cannot be used .its header is damaged." + REBUILD_HINT),
     "empty": (edit_shard(lambda data: b""), "cannot be used .it is no" + ".*" + REBUILD_HINT),
-    "bits flip_bits": (edit_shard(flip_bits), " is damaged" + REBUILD_HINT),
+    "flipped bits": (edit_shard(flip_bits), " is damaged" + REBUILD_HINT),
     "other header": (
         edit_shard(lambda data: data.replace(b"float32", b"float23")),
         "its header is damaged.*" + REBUILD_HINT,
@@ -327,7 +327,7 @@ def test_killed_build_is_resumed(tmp_path: Path, workers: int, kills: int) -> No
             pass
         building.kill()
         building.wait()
-        if (folder / "config.json").exists():  # it was killed after its end
+        if (folder / "config.json").exists():  # the build ended before the kill
             assert digest(folder) == expected
     times = {path: path.stat().st_mtime_ns for path in folder.rglob("*.packed")}
     assert main(command[3:]) == 0

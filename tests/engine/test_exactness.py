@@ -40,7 +40,7 @@ ADAPTERS = ("a", "b")
 PROCESSES = 1.0 if executors.DEFAULT == "mp" else 0.02 if SCHEDULES >= 1000 else 0.0
 """Share of the engines with worker processes. The first engine of each kind always has them."""
 GRIDS = ((1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (1, 3), (2, 2))
-"""(tensor-parallel size, pipeline-parallel size) of engines with worker processes; entry *i* for the first of kind *i*."""
+"""(tensor, pipeline) parallel sizes of engines with worker processes; the first engine of kind i has entry i."""
 SCHEDULES_PER_START = 10 if SCHEDULES >= 1000 else 4
 """Number of schedules per engine with worker processes, which takes seconds to start."""
 Result = dict[int, tuple[list[int], bytes]]

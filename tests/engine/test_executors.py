@@ -1,4 +1,4 @@
-"""Worker processes: killed, hanging and failing workers end requests and engine cleanly; the ring that connects them."""
+"""Worker processes: killed, hanging and failing workers end requests and engine cleanly; the ring between processes."""
 
 from __future__ import annotations
 
