@@ -24,21 +24,21 @@ from tqdm import tqdm
 COLUMNS = (Outcome.RIGHT, Outcome.LEFT, Outcome.REFUSED, Outcome.FAILED, Outcome.BROKEN, Outcome.WRONG, Outcome.LOST)
 Scenario = Callable[[list[Question]], Coroutine[Any, Any, Tally]]
 SCENARIOS: dict[str, Scenario] = {
-    "clients disconnect during the answer": lambda q: storm.leaving(q, 1000),
-    "slow readers, and one that never reads": lambda q: storm.reading(q, slow=16, silent=2, others=200),
-    "1,000 connections at once, a queue for all": lambda q: storm.connections(q, 1000, "--max-waiting", "1000"),
-    "1,000 connections at once, a queue of 256": lambda q: storm.connections(q, 1000),
+    "clients disconnect during the answer": lambda q: storm.clients_disconnecting(q, 1000),
+    "slow readers, and one that never reads": lambda q: storm.slow_and_silent_readers(q, slow=16, silent=2, others=200),
+    "1,000 connections at once, a queue for all": lambda q: storm.many_connections(q, 1000, "--max-waiting", "1000"),
+    "1,000 connections at once, a queue of 256": lambda q: storm.many_connections(q, 1000),
     "more requests than the queue holds": lambda q: storm.overload(q, 400),
     "kill -9 of the engine": lambda q: storm.engine_killed(q, 200),
-    "greedy clients": lambda q: storm.greedy(q, 24),
-    "10,000 pipelined requests": lambda q: storm.pipelined(q, 10_000),
+    "greedy clients": lambda q: storm.greedy_clients(q, 24),
+    "10,000 pipelined requests": lambda q: storm.pipelined_requests(q, 10_000),
     "SIGSTOP of the engine": lambda q: storm.engine_hung(q, 200),
     "kill -9 of an API process, one of two": lambda q: storm.api_killed(q, 200),
-    "SIGSTOP of an API process": lambda q: storm.api_held_up(q, 200),
-    "SIGTERM": lambda q: storm.drained(q, 200),
-    "SIGTERM with 0.2 s to drain": lambda q: storm.cut_short(q, 200),
-    "kill -9 of the engine, three times": lambda q: storm.given_up(q, 50),
-    "kill -9 of the server": lambda q: storm.orphaned(q, 50),
+    "SIGSTOP of an API process": lambda q: storm.api_stopped(q, 200),
+    "SIGTERM": lambda q: storm.sigterm(q, 200),
+    "SIGTERM with 0.2 s to drain": lambda q: storm.sigterm_drain_timeout(q, 200),
+    "kill -9 of the engine, three times": lambda q: storm.engine_killed_repeatedly(q, 50),
+    "kill -9 of the server": lambda q: storm.supervisor_killed(q, 50),
 }
 
 

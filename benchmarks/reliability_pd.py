@@ -26,11 +26,11 @@ import kv_proxy
 import namespaces
 import pd_storm
 from namespaces import Namespaces
-from pd_storm import ENGINE_TIMEOUT, KV_TIMEOUT, Deployment, Instance, Outcome, Right, Row, acting
+from pd_storm import ENGINE_TIMEOUT, KV_TIMEOUT, Deployment, FaultResult, Instance, Outcome, Right, in_thread
 from serving import Served
 from tqdm import tqdm
 
-Scenario = Callable[[Deployment, Right], Awaitable[Row]]
+Scenario = Callable[[Deployment, Right], Awaitable[FaultResult]]
 COLUMNS = (Outcome.RIGHT, Outcome.ERROR, Outcome.BROKEN, Outcome.WRONG, Outcome.LOST)
 LONG_STOP = ENGINE_TIMEOUT + 9
 """Seconds; ZeroMQ detects a stopped process after 8 s."""
@@ -40,10 +40,10 @@ TIGHT = ("--max-model-len", "512", "--num-gpu-blocks-override", "10")
 def killed(role: str, kind: str) -> Scenario:
     """kill -9 of a process of the first instance with a role."""
 
-    async def scenario(deployment: Deployment, right: Right) -> Row:
+    async def scenario(deployment: Deployment, right: Right) -> FaultResult:
         victim = first(deployment, role)
-        return await pd_storm.struck(
-            deployment, right, victim, lambda: acting(victim.kill, *victim.served.pids[kind][:1]), lasts=1
+        return await pd_storm.run_with_fault(
+            deployment, right, victim, lambda: in_thread(victim.kill, *victim.served.pids[kind][:1]), lasts=1
         )
 
     return scenario
@@ -52,21 +52,26 @@ def killed(role: str, kind: str) -> Scenario:
 def gone(role: str) -> Scenario:
     """kill -9 of all processes of the first instance with a role, which is restarted after five seconds."""
 
-    async def scenario(deployment: Deployment, right: Right) -> Row:
+    async def scenario(deployment: Deployment, right: Right) -> FaultResult:
         victim = first(deployment, role)
-        return await pd_storm.struck(
-            deployment, right, victim, lambda: acting(victim.kill), lambda: acting(victim.start_again), lasts=5
+        return await pd_storm.run_with_fault(
+            deployment, right, victim, lambda: in_thread(victim.kill), lambda: in_thread(victim.restart), lasts=5
         )
 
     return scenario
 
 
 def stopped(role: str, seconds: float) -> Scenario:
-    async def scenario(deployment: Deployment, right: Right) -> Row:
+    async def scenario(deployment: Deployment, right: Right) -> FaultResult:
         victim = first(deployment, role)
         pid = victim.engine
-        return await pd_storm.struck(
-            deployment, right, victim, lambda: acting(pd_storm.stop, pid), lambda: acting(pd_storm.go_on, pid), seconds
+        return await pd_storm.run_with_fault(
+            deployment,
+            right,
+            victim,
+            lambda: in_thread(pd_storm.suspend, pid),
+            lambda: in_thread(pd_storm.resume, pid),
+            seconds,
         )
 
     return scenario
@@ -75,15 +80,15 @@ def stopped(role: str, seconds: float) -> Scenario:
 def cut(one: int, other: int, role: str, seconds: float) -> Scenario:
     """Drop all packets between two machines."""
 
-    async def scenario(deployment: Deployment, right: Right) -> Row:
+    async def scenario(deployment: Deployment, right: Right) -> FaultResult:
         machines = deployment.machines
         assert machines
-        return await pd_storm.struck(
+        return await pd_storm.run_with_fault(
             deployment,
             right,
             first(deployment, role),
-            lambda: acting(machines.separate, one, other),
-            lambda: acting(machines.separate, one, other, False),
+            lambda: in_thread(machines.separate, one, other),
+            lambda: in_thread(machines.separate, one, other, False),
             seconds,
         )
 
@@ -91,7 +96,7 @@ def cut(one: int, other: int, role: str, seconds: float) -> Scenario:
 
 
 def slow(nodes: Sequence[int], rate: str) -> Scenario:
-    async def scenario(deployment: Deployment, right: Right) -> Row:
+    async def scenario(deployment: Deployment, right: Right) -> FaultResult:
         machines = deployment.machines
         assert machines
 
@@ -103,7 +108,7 @@ def slow(nodes: Sequence[int], rate: str) -> Scenario:
             for node in nodes:
                 machines.speed_up(node)
 
-        return await pd_storm.struck(deployment, right, first(deployment, "prefill"), fault, heal, 10)
+        return await pd_storm.run_with_fault(deployment, right, first(deployment, "prefill"), fault, heal, 10)
 
     return scenario
 
@@ -111,15 +116,15 @@ def slow(nodes: Sequence[int], rate: str) -> Scenario:
 def steady(seconds: float = 8, clients: int = 16) -> Scenario:
     """No fault is injected during the run; a fault may be part of the setup."""
 
-    async def scenario(deployment: Deployment, right: Right) -> Row:
-        row = await pd_storm.struck(deployment, right, None, nothing, lasts=seconds, clients=clients)
+    async def scenario(deployment: Deployment, right: Right) -> FaultResult:
+        row = await pd_storm.run_with_fault(deployment, right, None, nothing, lasts=seconds, clients=clients)
         assert row.transfers
         return row
 
     return scenario
 
 
-async def cut_connections(deployment: Deployment, right: Right) -> Row:
+async def cut_connections(deployment: Deployment, right: Right) -> FaultResult:
     """Cut every KV connection twice a second."""
 
     async def cut_again() -> None:
@@ -136,15 +141,15 @@ async def cut_connections(deployment: Deployment, right: Right) -> Row:
     async def heal() -> None:
         cutting[0].cancel()
 
-    return await pd_storm.struck(deployment, right, first(deployment, "prefill"), fault, heal, 10)
+    return await pd_storm.run_with_fault(deployment, right, first(deployment, "prefill"), fault, heal, 10)
 
 
-async def replaced(deployment: Deployment, right: Right) -> Row:
+async def replaced(deployment: Deployment, right: Right) -> FaultResult:
     """Restart every instance and router with SIGTERM, one after the other."""
 
     async def replace_all() -> None:
         for one in [*deployment.instances, *deployment.routers]:
-            await acting(one.replace)
+            await in_thread(one.replace)
             await deployment.ready()
 
     replacing: list[asyncio.Task[None]] = []
@@ -155,7 +160,7 @@ async def replaced(deployment: Deployment, right: Right) -> Row:
     async def heal() -> None:
         await replacing[0]
 
-    return await pd_storm.struck(deployment, right, None, fault, heal)
+    return await pd_storm.run_with_fault(deployment, right, None, fault, heal)
 
 
 async def nothing() -> None:
@@ -163,7 +168,7 @@ async def nothing() -> None:
 
 
 def first(deployment: Deployment, role: str) -> Instance:
-    return (deployment.routers if role == "router" else deployment.of(role))[0]
+    return (deployment.routers if role == "router" else deployment.with_role(role))[0]
 
 
 SETUPS: dict[str, tuple[dict[str, Any], dict[str, Scenario]]] = {
@@ -218,7 +223,7 @@ async def run(only: str) -> list[str]:
         f"|---|---:|{'---:|' * (len(COLUMNS) + 2)}",
     ]
     total = dict.fromkeys(COLUMNS, 0)
-    with Served(*pd_storm.ROOM) as single:
+    with Served(*pd_storm.SERVER_OPTIONS) as single:
         right = await pd_storm.right_answers(single.root, pd_storm.questions(60))
     count = sum(only in name for _, scenarios in SETUPS.values() for name in scenarios)
     with tqdm(total=count, desc="rows", unit="row") as progress:
@@ -226,7 +231,7 @@ async def run(only: str) -> list[str]:
             wanted = {name: scenario for name, scenario in scenarios.items() if only in name}
             if not wanted:
                 continue
-            if "machines" in setup and (reason := namespaces.reason_for_none()):
+            if "machines" in setup and (reason := namespaces.unavailable_reason()):
                 print(reason, file=sys.stderr)
                 continue
             for name, row in (await rows(setup, wanted, right, progress)).items():
@@ -236,7 +241,9 @@ async def run(only: str) -> list[str]:
     return [*lines, line_of("**all**", total)]
 
 
-async def rows(setup: dict[str, Any], scenarios: dict[str, Scenario], right: Right, progress: Any) -> dict[str, Row]:
+async def rows(
+    setup: dict[str, Any], scenarios: dict[str, Scenario], right: Right, progress: Any
+) -> dict[str, FaultResult]:
     """Run the scenarios of a deployment."""
     found = {}
     options = {"prefill": 2, "decode": 2, "routers": 2, **setup}
@@ -249,14 +256,14 @@ async def rows(setup: dict[str, Any], scenarios: dict[str, Scenario], right: Rig
         for name, scenario in scenarios.items():
             row = found[name] = await scenario(deployment, right)
             print(line_of(name, row.counts, row), int(row.transfers), file=sys.stderr)
-            for one in row.heard:
+            for one in row.replies:
                 if one.outcome is not Outcome.RIGHT:
-                    print(f"    {one.outcome}: {one.words[:300]}", file=sys.stderr)
+                    print(f"    {one.outcome}: {one.message[:300]}", file=sys.stderr)
             progress.update()
     return found
 
 
-def line_of(name: str, counts: dict[Outcome, int], row: Row | None = None) -> str:
+def line_of(name: str, counts: dict[Outcome, int], row: FaultResult | None = None) -> str:
     cells = [str(sum(counts.values())), *(str(counts[outcome]) for outcome in COLUMNS)]
     cells.append(f"{row.answered:.2f}" if row else "")
     cells.append(f"{row.repaired:.1f}" if row and row.repaired is not None else "")

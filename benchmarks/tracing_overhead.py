@@ -27,7 +27,7 @@ from serving_overhead import measure, serving
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
-from collector import collecting
+from collector import run_collector
 
 RATIOS = {"off": None, "10 %": 0.1, "100 %": 1.0}
 SERVE = "-m penstock.cli.main serve --model {model} --port {port} --log-level warning"
@@ -57,7 +57,7 @@ def main() -> None:
     found: dict[str, list[dict[str, Any]]] = {}
     with (
         tempfile.TemporaryDirectory() as folder,
-        collecting(Path(folder), discard=True) as collector,
+        run_collector(Path(folder), discard=True) as collector,
         ExitStack() as stack,
     ):
         commands = {}

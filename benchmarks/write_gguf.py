@@ -14,14 +14,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 
-from gguf_files import HALVES, WRITTEN, add_tokenizer, write_gguf
+from gguf_files import QUANTIZABLE, SCALE_OFFSETS, add_tokenizer, write_gguf
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="folder with model.safetensors and a byte-level tokenizer.json")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--type", choices=[*WRITTEN, *sorted(HALVES.keys() - WRITTEN), "Q4_K_M"], default="Q4_0")
+    parser.add_argument(
+        "--type", choices=[*QUANTIZABLE, *sorted(SCALE_OFFSETS.keys() - QUANTIZABLE), "Q4_K_M"], default="Q4_0"
+    )
     parser.add_argument("--pre", default="qwen2", help="name of the pre-tokenizer (default: qwen2)")
     args = parser.parse_args()
 

@@ -1,7 +1,7 @@
-"""Coding agents as people install them from npm: each asks a server, calls a tool that it has, and reads the answer.
+"""Coding agents from npm complete a task against a server: one tool call, then a final answer.
 
-The model is ``scripted_model``: what is shown is that the client and the server understand each other, with the
-agent's own prompt and tools, streams, calls and their results.
+The model is ``scripted_model``, so the tests check the protocol between agent and server: prompts, tools, streams,
+tool calls and their results.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from scripted_model import scripted_model, tool_call
 from serving import Served
 
 PROGRAMS = repository.BUILD / "agents"
-"""Where they are installed, and stay."""
+"""Folder of the installed agents, kept between runs."""
 TASK, PROOF = "Write 4711 into proof.txt", "The file proof.txt has 4711 in it."
 SHELL = "echo 4711 > proof.txt && cat proof.txt"
 
@@ -29,10 +29,10 @@ class Agent(NamedTuple):
     package: str
     command: list[str]
     call: str
-    """Of the tool by which it runs a command."""
+    """Call of the agent's shell tool with the command ``SHELL``."""
     environment: Callable[[str], dict[str, str]] = lambda url: {}
     files: Callable[[str], dict[str, str]] = lambda url: {}
-    """Written to its home and working folder."""
+    """Files to write to the agent's home and working folder, by path."""
 
 
 CODEX = """model = "default"
@@ -55,7 +55,7 @@ AGENTS = {
             "ANTHROPIC_MODEL": "default",
             "ANTHROPIC_DEFAULT_HAIKU_MODEL": "default",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-            "IS_SANDBOX": "1",  # else it runs no command for root
+            "IS_SANDBOX": "1",  # otherwise the agent runs no commands as root
         },
     ),
     "codex": Agent(
@@ -112,12 +112,12 @@ AGENTS = {
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", AGENTS)
-def test_an_agent_does_its_work(name: str, tmp_path: Path) -> None:
+def test_agent_calls_shell_tool_and_reads_its_result(name: str, tmp_path: Path) -> None:
     agent = AGENTS[name]
     model = scripted_model(tmp_path / "model", f"I write the file.\n{agent.call}", PROOF)
     folder = tmp_path / "home"
     folder.mkdir()
-    strict = [] if name == "codex" else ["--strict-requests"]  # it sends fields that no document of OpenAI names
+    strict = [] if name == "codex" else ["--strict-requests"]  # codex sends fields that OpenAI does not document
     with Served("--model", str(model), *strict) as served:
         url = f"{served.root}/v1"
         for path, text in agent.files(url).items():
@@ -138,14 +138,14 @@ def test_an_agent_does_its_work(name: str, tmp_path: Path) -> None:
 
 
 def program(name: str, package: str) -> Path:
-    """The agent's command, installed where it is not yet."""
+    """Return the path of the agent's command; install the agent if it is missing."""
     command = PROGRAMS / "node_modules" / ".bin" / name
     if not command.exists():
         if shutil.which("npm") is None:
             pytest.skip("needs npm")
         PROGRAMS.mkdir(parents=True, exist_ok=True)
         subprocess.run(["npm", "install", "--no-audit", "--no-fund", "--prefix", PROGRAMS, package], check=True)
-        for script in ("install.cjs", "postinstall.mjs"):  # which link the program, where npm asks before it runs them
+        for script in ("install.cjs", "postinstall.mjs"):  # link the program, if npm did not run them
             if (PROGRAMS / "node_modules" / package / script).exists():
                 subprocess.run(["node", script], cwd=PROGRAMS / "node_modules" / package, check=True)
     return command

@@ -1,4 +1,4 @@
-"""Anthropic's dialect, as its own client speaks it."""
+"""Anthropic's Messages API, tested with Anthropic's Python client and compared with OpenAI's chat completions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CAPITAL = [{"role": "user", "content": "What is the capital of Canada?"}]
 GREEDY = {"temperature": 0}
 BODY: dict[str, Any] = {"model": "default", "max_tokens": 60}
 PLAIN = BODY | {"extra_body": GREEDY}
-"""The client has no name for a temperature any more."""
+"""The client has no argument for the temperature any more."""
 
 
 @pytest.fixture(scope="module")
@@ -58,28 +58,28 @@ BOTH = pytest.mark.parametrize("ask", [whole, streamed])
 
 @pytest.mark.row("anthropic", "messages.create", "messages.stream", "messages.count_tokens", "base_url", "system")
 @pytest.mark.row("anthropic", "text", "max_tokens", "temperature", "stream", "usage")
-def test_a_message_is_answered_as_openais_is(served: Served, client: anthropic.Anthropic) -> None:
+def test_message_text_and_usage_equal_openai_chat(served: Served, client: anthropic.Anthropic) -> None:
     system = [{"type": "text", "text": "You are a pirate."}]
     message = client.messages.create(**PLAIN, system=system, messages=CAPITAL)
-    told = streamed(client, **PLAIN, system=system, messages=CAPITAL)
+    stream = streamed(client, **PLAIN, system=system, messages=CAPITAL)
     other = openai.OpenAI(base_url=served.url, api_key="secret").chat.completions.create(
         **BODY, **GREEDY, messages=[{"role": "system", "content": "You are a pirate."}, *CAPITAL]
     )
-    assert message.content[0].text == told.content[0].text == other.choices[0].message.content
+    assert message.content[0].text == stream.content[0].text == other.choices[0].message.content
     assert (message.stop_reason, message.role, message.type) == ("end_turn", "assistant", "message")
     assert other.usage is not None
-    for usage in (message.usage, told.usage):
+    for usage in (message.usage, stream.usage):
         assert usage.input_tokens + usage.cache_read_input_tokens == other.usage.prompt_tokens
         assert usage.output_tokens == other.usage.completion_tokens
     count = client.messages.count_tokens(model="default", system=system, messages=CAPITAL)
     assert count.input_tokens == other.usage.prompt_tokens
-    within: Any = [{"role": "system", "content": system}, *CAPITAL]
-    assert client.messages.create(**PLAIN, messages=within).content[0].text == message.content[0].text
+    system_message: Any = [{"role": "system", "content": system}, *CAPITAL]
+    assert client.messages.create(**PLAIN, messages=system_message).content[0].text == message.content[0].text
 
 
 @pytest.mark.row("anthropic", "stop_sequences", "stop_reason", "max_tokens")
 @BOTH
-def test_why_a_message_ends(client: anthropic.Anthropic, ask: Any) -> None:
+def test_stop_reason_of_each_end(client: anthropic.Anthropic, ask: Any) -> None:
     stopped = ask(client, **PLAIN, messages=CAPITAL, stop_sequences=["Canada"])
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "Canada")
     assert "Canada" not in stopped.content[0].text
@@ -96,30 +96,30 @@ def test_why_a_message_ends(client: anthropic.Anthropic, ask: Any) -> None:
 @pytest.mark.row("anthropic", "tool_use", "tool_result", "tools", "tool_choice", "auto", "any", "tool", "none")
 @pytest.mark.row("anthropic", "disable_parallel_tool_use")
 @BOTH
-def test_tools_are_used_and_their_results_read(client: anthropic.Anthropic, ask: Any) -> None:
-    asked = [{"role": "user", "content": "What is the weather in Paris?"}]
+def test_tool_choice_forces_or_forbids_tool_use(client: anthropic.Anthropic, ask: Any) -> None:
+    question = [{"role": "user", "content": "What is the weather in Paris?"}]
     forced = {"type": "tool", "name": "get_weather"}
-    message = ask(client, **PLAIN, messages=asked, tools=[WEATHER], tool_choice=forced)
+    message = ask(client, **PLAIN, messages=question, tools=[WEATHER], tool_choice=forced)
     used = message.content[-1]
     assert (message.stop_reason, used.type, used.name) == ("tool_use", "tool_use", "get_weather")
     assert list(used.input) == ["city"] and used.id.startswith("toolu_")
     result = {"type": "tool_result", "tool_use_id": used.id, "content": [{"type": "text", "text": "sunny"}]}
     answers = [{"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
-    after = ask(client, **PLAIN, messages=[*asked, *answers], tools=[WEATHER])
+    after = ask(client, **PLAIN, messages=[*question, *answers], tools=[WEATHER])
     assert after.content[0].text
-    none = ask(client, **PLAIN, messages=asked, tools=[WEATHER], tool_choice={"type": "none"})
+    none = ask(client, **PLAIN, messages=question, tools=[WEATHER], tool_choice={"type": "none"})
     assert all(block.type == "text" for block in none.content)
-    one = {"type": "any", "disable_parallel_tool_use": True}
-    (called,) = ask(client, **PLAIN, messages=asked, tools=[WEATHER | {"strict": True}], tool_choice=one).content
+    single = {"type": "any", "disable_parallel_tool_use": True}
+    (called,) = ask(client, **PLAIN, messages=question, tools=[WEATHER | {"strict": True}], tool_choice=single).content
     assert (called.type, list(called.input)) == ("tool_use", ["city"])
-    free = ask(client, **PLAIN, messages=asked, tools=[WEATHER], tool_choice={"type": "auto"})
+    free = ask(client, **PLAIN, messages=question, tools=[WEATHER], tool_choice={"type": "auto"})
     assert free.stop_reason in ("end_turn", "tool_use")
 
 
 @pytest.mark.row("anthropic", "beta.messages.tool_runner", "thread")
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_tool_runner_runs_as_it_is(client: anthropic.Anthropic, stream: bool) -> None:
-    """It asks the server to keep the conversation, and sends it whole where the server says that it does not."""
+def test_tool_runner_works_unmodified(client: anthropic.Anthropic, stream: bool) -> None:
+    """The runner asks the server to keep the conversation, and sends all of it if the server refuses to."""
     seen = []
 
     @anthropic.beta_tool
@@ -128,21 +128,21 @@ def test_the_tool_runner_runs_as_it_is(client: anthropic.Anthropic, stream: bool
         seen.append(city)
         return "sunny, 21 degrees"
 
-    asked: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
-    runner = client.beta.messages.tool_runner(**PLAIN, messages=asked, tools=[get_weather], stream=stream)
+    question: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
+    runner = client.beta.messages.tool_runner(**PLAIN, messages=question, tools=[get_weather], stream=stream)
     messages: Any = [turn.get_final_message() for turn in runner] if stream else list(runner)
     assert seen == ["Paris"] and len(messages) == 2
     assert [message.stop_reason for message in messages] == ["tool_use", "end_turn"]
     assert "21" in messages[1].content[0].text
     with pytest.raises(anthropic.BadRequestError, match="the server keeps no state between requests") as refused:
-        client.beta.messages.create(**PLAIN, messages=asked, thread={"type": "create"})
+        client.beta.messages.create(**PLAIN, messages=question, thread={"type": "create"})
     assert refused.value.body["error"]["details"]["error_code"] == "thread_unsupported_request"
 
 
 @pytest.mark.row("anthropic", "thinking", "enabled", "budget_tokens", "adaptive", "disabled")
 @pytest.mark.row("anthropic", "signature", "redacted_thinking", "usage")
 @BOTH
-def test_thoughts_come_where_they_are_asked_for(client: anthropic.Anthropic, ask: Any) -> None:
+def test_thinking_blocks_follow_thinking_config(client: anthropic.Anthropic, ask: Any) -> None:
     def kinds(thinking: Any) -> list[str]:
         more = {"thinking": thinking} if thinking else {}
         return [block.type for block in ask(client, **PLAIN, messages=CAPITAL, **more).content]
@@ -167,10 +167,12 @@ class City(pydantic.BaseModel, extra="forbid"):
 
 @pytest.mark.row("anthropic", "messages.parse", "output_config.format", "output_config.effort")
 @BOTH
-def test_an_answer_keeps_to_a_schema(client: anthropic.Anthropic, ask: Any) -> None:
+def test_output_format_constrains_answer_to_schema(client: anthropic.Anthropic, ask: Any) -> None:
     schema = WEATHER["input_schema"]
-    wanted = {"format": {"type": "json_schema", "schema": schema}, "effort": "low"}
-    assert list(json.loads(ask(client, **PLAIN, messages=CAPITAL, output_config=wanted).content[0].text)) == ["city"]
+    output_config = {"format": {"type": "json_schema", "schema": schema}, "effort": "low"}
+    assert list(json.loads(ask(client, **PLAIN, messages=CAPITAL, output_config=output_config).content[0].text)) == [
+        "city"
+    ]
     parsed = client.messages.parse(**PLAIN, messages=CAPITAL, output_format=City).parsed_output
     assert isinstance(parsed, City)
     with client.messages.stream(**PLAIN, messages=CAPITAL, output_format=City) as stream:
@@ -180,12 +182,12 @@ def test_an_answer_keeps_to_a_schema(client: anthropic.Anthropic, ask: Any) -> N
 @pytest.mark.row("anthropic", "cache_control", "metadata", "service_tier", "auto", "standard_only", "beta.messages")
 @pytest.mark.row("anthropic", "top_p", "top_k")
 @BOTH
-def test_what_changes_no_answer(client: anthropic.Anthropic, ask: Any) -> None:
+def test_neutral_fields_do_not_change_answer(client: anthropic.Anthropic, ask: Any) -> None:
     plain = ask(client, **PLAIN, messages=CAPITAL).content[0].text
-    kept = {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}
+    edits = {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}
     more: dict[str, Any] = {
         "cache_control": {"type": "ephemeral"}, "metadata": {"user_id": "me"}, "service_tier": "standard_only",
-        "extra_body": GREEDY | {"top_p": 0.9, "top_k": 5, "container": None, "mcp_servers": []} | kept,
+        "extra_body": GREEDY | {"top_p": 0.9, "top_k": 5, "container": None, "mcp_servers": []} | edits,
         "system": [], "stop_sequences": [],
     }  # fmt: skip
     assert ask(client, **BODY, **more, messages=CAPITAL).content[0].text == plain
@@ -194,16 +196,15 @@ def test_what_changes_no_answer(client: anthropic.Anthropic, ask: Any) -> None:
 
     def after(**result: Any) -> str:
         used = {"type": "tool_use", "id": "1", "name": "get_weather", "input": {"city": "Paris"}}
-        told = [{"type": "tool_result", "tool_use_id": "1", "content": "no such city", **result}]
-        said = [{"role": "assistant", "content": [used]}, {"role": "user", "content": told}]
-        return str(ask(client, **PLAIN, messages=[*CAPITAL, *said], tools=[WEATHER]).content[0].text)
+        results = [{"type": "tool_result", "tool_use_id": "1", "content": "no such city", **result}]
+        turns = [{"role": "assistant", "content": [used]}, {"role": "user", "content": results}]
+        return str(ask(client, **PLAIN, messages=[*CAPITAL, *turns], tools=[WEATHER]).content[0].text)
 
     assert after(is_error=True) == after()
 
 
 @pytest.mark.row("anthropic", "top_p", "top_k", "temperature")
-def test_sampling_is_that_of_chats(served: Served, client: anthropic.Anthropic) -> None:
-    """The likeliest token, whichever way it is asked for."""
+def test_top_k_1_and_tiny_top_p_equal_greedy(served: Served, client: anthropic.Anthropic) -> None:
     texts = {
         client.messages.create(**BODY, messages=CAPITAL, extra_body=sampling).content[0].text
         for sampling in (GREEDY, {"temperature": 2.0, "top_k": 1}, {"temperature": 1.5, "top_p": 1e-6})
@@ -211,23 +212,23 @@ def test_sampling_is_that_of_chats(served: Served, client: anthropic.Anthropic) 
     assert len(texts) == 1
 
 
-def test_the_asynchronous_client(served: Served, client: anthropic.Anthropic) -> None:
+def test_24_concurrent_async_streams_return_same_text(served: Served, client: anthropic.Anthropic) -> None:
     expected = client.messages.create(**PLAIN, messages=CAPITAL).content[0].text
 
     async def ask() -> list[str]:
-        async with anthropic.AsyncAnthropic(base_url=served.root, api_key="secret", max_retries=0) as many:
+        async with anthropic.AsyncAnthropic(base_url=served.root, api_key="secret", max_retries=0) as async_client:
 
-            async def one() -> str:
-                async with many.messages.stream(**PLAIN, messages=CAPITAL) as stream:
+            async def answer() -> str:
+                async with async_client.messages.stream(**PLAIN, messages=CAPITAL) as stream:
                     return "".join([text async for text in stream.text_stream])
 
-            return await asyncio.gather(*(one() for _ in range(24)))
+            return await asyncio.gather(*(answer() for _ in range(24)))
 
     assert asyncio.run(ask()) == [expected] * 24
 
 
 @pytest.mark.row("anthropic", "models.list", "models.retrieve", "messages.batches", "beta.files")
-def test_what_else_the_client_has(client: anthropic.Anthropic) -> None:
+def test_models_are_listed_and_missing_endpoints_return_404(client: anthropic.Anthropic) -> None:
     (model,) = client.models.list()
     assert (model.id, model.display_name, model.type) == ("penstock-demo", "penstock-demo", "model")
     assert model.max_input_tokens == 2048 and model.created_at.tzinfo
@@ -244,14 +245,14 @@ def test_what_else_the_client_has(client: anthropic.Anthropic) -> None:
 
 
 @pytest.mark.row("anthropic", "a last message of the assistant")
-def test_an_answer_goes_on_with_the_last_message(client: anthropic.Anthropic) -> None:
+def test_answer_continues_last_assistant_message(client: anthropic.Anthropic) -> None:
     text = client.messages.create(**PLAIN, messages=CAPITAL).content[0].text
-    for begun in (text[:11], [{"type": "text", "text": text[:11]}]):
-        last = {"role": "assistant", "content": begun}
+    for prefill in (text[:11], [{"type": "text", "text": text[:11]}]):
+        last = {"role": "assistant", "content": prefill}
         assert client.messages.create(**PLAIN, messages=[*CAPITAL, last]).content[0].text == text[11:]
 
 
-def of_user(*blocks: dict[str, Any]) -> list[dict[str, Any]]:
+def user_message(*blocks: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": list(blocks)}]
 
 
@@ -262,14 +263,14 @@ USED = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name":
 @pytest.mark.row("anthropic", "container", "mcp_servers", "context_management")
 @pytest.mark.row("anthropic", '{"type": "error", "error": {"type", "message"}}')
 @pytest.mark.parametrize(
-    ("fields", "kind", "named"),
+    ("fields", "kind", "message"),
     [
         ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens"),
         ({"model": "nothing"}, anthropic.NotFoundError, "nothing"),
-        ({"messages": of_user({"type": "image"})}, anthropic.BadRequestError, "image"),
-        ({"messages": of_user({"type": "document"})}, anthropic.BadRequestError, "document"),
-        ({"messages": of_user()}, anthropic.BadRequestError, r"messages\[0\].content"),
-        ({"messages": of_user({"type": "tool_result"})}, anthropic.BadRequestError, "tool_use_id: is missing"),
+        ({"messages": user_message({"type": "image"})}, anthropic.BadRequestError, "image"),
+        ({"messages": user_message({"type": "document"})}, anthropic.BadRequestError, "document"),
+        ({"messages": user_message()}, anthropic.BadRequestError, r"messages\[0\].content"),
+        ({"messages": user_message({"type": "tool_result"})}, anthropic.BadRequestError, "tool_use_id: is missing"),
         ({"messages": [{"role": "king", "content": "x"}]}, anthropic.BadRequestError, "king"),
         ({"messages": [*CAPITAL, USED]}, anthropic.BadRequestError, r"messages\[2\]: is missing: each tool_use"),
         (
@@ -307,17 +308,21 @@ USED = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name":
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_wrong_is_refused_by_name(
-    client: anthropic.Anthropic, fields: dict[str, Any], kind: type[anthropic.APIStatusError], named: str, stream: bool
+def test_invalid_field_is_rejected_by_name(
+    client: anthropic.Anthropic,
+    fields: dict[str, Any],
+    kind: type[anthropic.APIStatusError],
+    message: str,
+    stream: bool,
 ) -> None:
     body = {**BODY, **GREEDY, "messages": CAPITAL, "stream": stream, **fields}
-    with pytest.raises(kind, match=named) as caught:
+    with pytest.raises(kind, match=message) as caught:
         client.post("/v1/messages", body=body, cast_to=dict[str, Any])
     assert caught.value.body["type"] == "error" and caught.value.body["error"]["message"]  # type: ignore[index]
 
 
 @pytest.mark.row("anthropic", "x-api-key")
-def test_a_key_is_asked_for_in_its_own_shape(served: Served) -> None:
+def test_wrong_key_gets_authentication_error(served: Served) -> None:
     stranger = anthropic.Anthropic(base_url=served.root, api_key="wrong", max_retries=0)
     with pytest.raises(anthropic.AuthenticationError) as caught:
         stranger.messages.create(**PLAIN, messages=CAPITAL)
@@ -325,7 +330,7 @@ def test_a_key_is_asked_for_in_its_own_shape(served: Served) -> None:
 
 
 @pytest.mark.row("anthropic", "events of a stream")
-def test_events_come_in_their_order(served: Served) -> None:
+def test_stream_events_follow_documented_order(served: Served) -> None:
     body = {**BODY, **GREEDY, "messages": CAPITAL, "stream": True}
     with httpx.stream("POST", f"{served.root}/v1/messages", json=body, headers={"x-api-key": "secret"}) as answer:
         lines = [line for line in answer.iter_lines() if line]
@@ -339,7 +344,7 @@ def test_events_come_in_their_order(served: Served) -> None:
 
 
 @pytest.mark.row("anthropic", '{"type": "error", "error": {"type", "message"}}')
-def test_an_engine_that_dies_and_a_queue_that_is_full_are_told() -> None:
+def test_full_queue_and_dead_engine_are_reported_as_errors() -> None:
     with Served("--num-gpu-blocks-override", "40", "--max-num-seqs", "1", "--max-waiting", "0") as served:
         client = anthropic.Anthropic(base_url=served.root, api_key="none", max_retries=0)
         endless = BODY | {"max_tokens": 1500, "messages": [{"role": "user", "content": "Tell me a long story."}]}

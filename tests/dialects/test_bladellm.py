@@ -1,4 +1,4 @@
-"""BladeLLM's dialect, as its document prints it: curl with a bare token, booleans as strings, answers in its shape."""
+"""The bladellm profile against BladeLLM's documentation: requests, answers, server flags, service.json and tools."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serving import Served, within
+from serving import Served, run_in_process
 from shell import Shell
 from test_lora import adapter
 from transformers import PreTrainedTokenizerFast
@@ -41,7 +41,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def curl(url: str, body: dict[str, Any], *more: str) -> str:
-    """As printed."""
+    """Send a request with curl, as BladeLLM's documentation does: with a bare token in ``Authorization``."""
     command = ["curl", "-sS", "-X", "POST", "-H", "Content-Type: application/json"]
     command += ["-H", f"Authorization: {TOKEN}", "-d", json.dumps(body), *more, url]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
@@ -54,9 +54,9 @@ def chunks(text: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.row("bladellm", "POST /v1/completions", "chunks", "whole answers")
-def test_a_stream_is_as_printed(served: Served) -> None:
-    asked = {"prompt": PROMPT, "stream": "true", "temperature": 0}
-    found = chunks(curl(f"{served.url}/completions", asked))
+def test_stream_chunks_match_documentation(served: Served) -> None:
+    body = {"prompt": PROMPT, "stream": "true", "temperature": 0}
+    found = chunks(curl(f"{served.url}/completions", body))
     prompt_tokens = found[0]["usage"]["prompt_tokens"]
     for number, chunk in enumerate(found, 1):
         assert list(chunk) == CHUNK and chunk["object"] == "text_completion" and chunk["error_info"] is None
@@ -69,34 +69,34 @@ def test_a_stream_is_as_printed(served: Served) -> None:
         assert usage["total_tokens"] == prompt_tokens + usage["completion_tokens"]
         assert (choice["finish_reason"] == "") == (number < len(found)) == (choice["text"] != "")
     counts = [chunk["usage"]["completion_tokens"] for chunk in found]
-    assert counts == sorted(counts) and counts[0] >= 1  # a busy server joins tokens
-    whole = json.loads(curl(f"{served.url}/completions", asked | {"stream": "false"}))
+    assert counts == sorted(counts) and counts[0] >= 1  # a busy server puts several tokens in a chunk
+    whole = json.loads(curl(f"{served.url}/completions", body | {"stream": "false"}))
     assert list(whole) == CHUNK
     assert whole["choices"][0]["text"] == "".join(chunk["choices"][0]["text"] for chunk in found)
     assert whole["choices"][0]["finish_reason"] == found[-1]["choices"][0]["finish_reason"]
     assert whole["usage"] == found[-1]["usage"]
 
 
-def test_the_token_that_ends_it_is_counted(served: Served, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_usage_counts_end_of_sequence_token(served: Served, tokenizer: PreTrainedTokenizerFast) -> None:
     prompt = f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    asked = {"prompt": prompt, "temperature": 0}
-    *pieces, last = chunks(curl(f"{served.url}/completions", asked | {"stream": "true"}))
-    text = "".join(chunk["choices"][0]["text"] for chunk in pieces)
+    body = {"prompt": prompt, "temperature": 0}
+    *found, last = chunks(curl(f"{served.url}/completions", body | {"stream": "true"}))
+    text = "".join(chunk["choices"][0]["text"] for chunk in found)
     assert text == "The capital of Canada is Ottawa."
     assert last["choices"][0] == {"finish_reason": "stop", "index": 0, "logprobs": None, "text": ""}
     assert last["usage"]["completion_tokens"] == len(tokenizer.encode(text)) + 1
-    assert json.loads(curl(f"{served.url}/completions", asked))["usage"] == last["usage"]
+    assert json.loads(curl(f"{served.url}/completions", body))["usage"] == last["usage"]
 
 
 @pytest.mark.row("bladellm", "POST /v1/chat/completions", "chats")
-def test_chats(served: Served) -> None:
-    asked = {"messages": MESSAGES, "temperature": 0, "max_tokens": 30}
-    found = chunks(curl(f"{served.url}/chat/completions", asked | {"stream": "True"}))
+def test_chat_stream_and_whole_answer_match_documentation(served: Served) -> None:
+    body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 30}
+    found = chunks(curl(f"{served.url}/chat/completions", body | {"stream": "True"}))
     assert {chunk["object"] for chunk in found} == {"chat.completion.chunk"}
     assert found[0]["choices"][0]["delta"]["role"] == "assistant"
     assert found[-1]["choices"][0] == {"finish_reason": "stop", "index": 0, "logprobs": None, "delta": {"content": ""}}
     text = "".join(chunk["choices"][0]["delta"]["content"] for chunk in found)
-    whole = json.loads(curl(f"{served.url}/chat/completions", asked))
+    whole = json.loads(curl(f"{served.url}/chat/completions", body))
     assert whole["object"] == "chat.completion" and list(whole) == CHUNK
     (choice,) = whole["choices"]
     assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
@@ -107,9 +107,9 @@ def test_chats(served: Served) -> None:
 
 @pytest.mark.row("bladellm", "model")
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_a_model_that_is_an_adapters_name_takes_it(served: Served, path: str) -> None:
-    asked: dict[str, Any] = {"temperature": 0, "ignore_eos": "true"}
-    asked |= {"prompt": PROMPT} if path == "completions" else {"messages": MESSAGES}
+def test_model_name_selects_lora_adapter(served: Served, path: str) -> None:
+    body: dict[str, Any] = {"temperature": 0, "ignore_eos": "true"}
+    body |= {"prompt": PROMPT} if path == "completions" else {"messages": MESSAGES}
     client = openai.OpenAI(base_url=served.url, api_key=TOKEN)
     sailor = {"model": "sailor", "temperature": 0, "max_tokens": 16, "extra_body": {"ignore_eos": True}}
     if path == "completions":
@@ -118,8 +118,8 @@ def test_a_model_that_is_an_adapters_name_takes_it(served: Served, path: str) ->
         expected = client.chat.completions.create(messages=MESSAGES, **sailor).choices[0].message.content or ""
     texts = []
     for model in ("sailor", "nobody"):
-        whole = json.loads(curl(f"{served.url}/{path}", asked | {"model": model}))["choices"][0]
-        found = chunks(curl(f"{served.url}/{path}", asked | {"model": model, "stream": "true"}))
+        whole = json.loads(curl(f"{served.url}/{path}", body | {"model": model}))["choices"][0]
+        found = chunks(curl(f"{served.url}/{path}", body | {"model": model, "stream": "true"}))
         parts = [chunk["choices"][0] for chunk in found]
         texts.append(whole["text"] if "text" in whole else whole["message"]["content"])
         assert texts[-1] == "".join(part["text"] if "text" in part else part["delta"]["content"] for part in parts)
@@ -128,33 +128,33 @@ def test_a_model_that_is_an_adapters_name_takes_it(served: Served, path: str) ->
 
 
 @pytest.mark.row("bladellm", "max_tokens", "temperature", "top_p")
-def test_defaults_are_its_own_whatever_the_models_makers_recommend(served: Served) -> None:
-    asked = {"prompt": "Once upon a time", "seed": 3, "ignore_eos": "true"}
-    usual = json.loads(curl(f"{served.url}/completions", asked))
-    spelt = json.loads(curl(f"{served.url}/completions", asked | {"max_tokens": 16, "temperature": 1, "top_p": 1}))
-    makers = json.loads(curl(f"{served.url}/completions", asked | {"temperature": 0.4, "top_p": 0.95, "top_k": 20}))
-    texts = [answer["choices"][0]["text"] for answer in (usual, spelt, makers)]
-    assert texts[0] == texts[1] != texts[2] and usual["usage"]["completion_tokens"] == 16
+def test_defaults_ignore_generation_config_of_model(served: Served) -> None:
+    body = {"prompt": "Once upon a time", "seed": 3, "ignore_eos": "true"}
+    default = json.loads(curl(f"{served.url}/completions", body))
+    explicit = json.loads(curl(f"{served.url}/completions", body | {"max_tokens": 16, "temperature": 1, "top_p": 1}))
+    recommended = json.loads(curl(f"{served.url}/completions", body | {"temperature": 0.4, "top_p": 0.95, "top_k": 20}))
+    texts = [answer["choices"][0]["text"] for answer in (default, explicit, recommended)]
+    assert texts[0] == texts[1] != texts[2] and default["usage"]["completion_tokens"] == 16
 
 
-def test_several_sequences_and_log_probabilities(served: Served) -> None:
-    asked = {"prompt": [PROMPT, "One two"], "n": 2, "seed": 1, "max_tokens": 5, "logprobs": 1, "echo": "true"}
-    whole = json.loads(curl(f"{served.url}/completions", asked))
-    found = chunks(curl(f"{served.url}/completions", asked | {"stream": "true"}))
+def test_streamed_sequences_and_logprobs_equal_whole_answer(served: Served) -> None:
+    body = {"prompt": [PROMPT, "One two"], "n": 2, "seed": 1, "max_tokens": 5, "logprobs": 1, "echo": "true"}
+    whole = json.loads(curl(f"{served.url}/completions", body))
+    found = chunks(curl(f"{served.url}/completions", body | {"stream": "true"}))
     assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
     for choice in whole["choices"]:
-        own = [c["choices"][0] for c in found if c["choices"][0]["index"] == choice["index"]]
-        assert "".join(c["text"] for c in own) == choice["text"]
-        tokens = [token for c in own if c["logprobs"] for token in c["logprobs"]["tokens"]]
+        streamed = [c["choices"][0] for c in found if c["choices"][0]["index"] == choice["index"]]
+        assert "".join(c["text"] for c in streamed) == choice["text"]
+        tokens = [token for c in streamed if c["logprobs"] for token in c["logprobs"]["tokens"]]
         assert tokens == choice["logprobs"]["tokens"]
     assert whole["usage"] == found[-1]["usage"]
 
 
 @pytest.mark.row("bladellm", "model")
-def test_a_model_is_not_needed_and_another_name_is_ignored(served: Served) -> None:
-    asked = {"prompt": PROMPT, "max_tokens": 5, "temperature": 0}
+def test_model_is_optional_and_unknown_name_is_ignored(served: Served) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 5, "temperature": 0}
     texts = {
-        json.loads(curl(f"{served.url}/completions", asked | more))["choices"][0]["text"]
+        json.loads(curl(f"{served.url}/completions", body | more))["choices"][0]["text"]
         for more in ({}, {"model": "default"}, {"model": "bloom_7b"}, {"model": None})
     }
     assert len(texts) == 1
@@ -162,7 +162,7 @@ def test_a_model_is_not_needed_and_another_name_is_ignored(served: Served) -> No
 
 @pytest.mark.row("bladellm", "errors")
 @pytest.mark.parametrize(
-    ("body", "code", "words"),
+    ("body", "code", "message"),
     [
         ({"prompt": PROMPT, "model": []}, 400, "model: Expected `str | null`, got `array`"),
         ({"prompt": PROMPT, "model": {}, "stream": "true"}, 400, "model: Expected `str | null`, got `object`"),
@@ -176,22 +176,22 @@ def test_a_model_is_not_needed_and_another_name_is_ignored(served: Served) -> No
         ({}, 400, "prompt: "),
     ],
 )
-def test_errors_have_its_shape(served: Served, body: dict[str, Any], code: int, words: str) -> None:
+def test_invalid_field_gets_bladellm_error(served: Served, body: dict[str, Any], code: int, message: str) -> None:
     answer = httpx.post(f"{served.url}/completions", json=body, headers=BARE)
     assert answer.status_code == code
     assert list(answer.json()) == ["choices", "error_info"]
-    assert answer.json()["error_info"]["code"] == code and words in answer.json()["error_info"]["message"]
+    assert answer.json()["error_info"]["code"] == code and message in answer.json()["error_info"]["message"]
 
 
 @pytest.mark.row("bladellm", "Authorization: TOKEN", "errors")
-def test_what_is_refused_unread_is_told_in_it_too(served: Served) -> None:
+def test_wrong_key_and_malformed_json_get_bladellm_error(served: Served) -> None:
     wrong = httpx.post(f"{served.url}/completions", json={"prompt": "x"}, headers={"Authorization": "another"})
     assert wrong.status_code == 401 and wrong.json()["error_info"]["code"] == 401
     torn = httpx.post(f"{served.url}/completions", content=b"{", headers=BARE)
     assert torn.status_code == 400 and "is not JSON" in torn.json()["error_info"]["message"]
 
 
-def test_others_are_answered_as_they_ask(served: Served) -> None:
+def test_openai_client_gets_openai_answers(served: Served) -> None:
     client = openai.OpenAI(base_url=served.url, api_key=TOKEN)
     answer = client.completions.create(model="default", prompt=PROMPT, max_tokens=3)
     assert answer.id.startswith("cmpl-") and answer.model == served.name
@@ -201,9 +201,9 @@ def test_others_are_answered_as_they_ask(served: Served) -> None:
         client.completions.create(model="default", prompt=PROMPT, extra_body={"stream": "perhaps"})
 
 
-def test_a_stream_that_fails_says_so(served: Served) -> None:
-    asked = {"prompt": "Once", "max_tokens": 1500, "ignore_eos": "true", "stream": "true"}
-    with httpx.stream("POST", f"{served.url}/completions", json=asked, headers=BARE, timeout=60) as stream:
+def test_stream_reports_dead_engine(served: Served) -> None:
+    body = {"prompt": "Once", "max_tokens": 1500, "ignore_eos": "true", "stream": "true"}
+    with httpx.stream("POST", f"{served.url}/completions", json=body, headers=BARE, timeout=60) as stream:
         lines = stream.iter_lines()
         next(lines)
         os.kill(served.pids["engine"][0], signal.SIGKILL)
@@ -213,21 +213,22 @@ def test_a_stream_that_fails_says_so(served: Served) -> None:
     assert found["choices"] == [] and found["error_info"]["code"] == 503
 
 
-# --- The command ------------------------------------------------------------------------------------------------------
+# --- Server flags -----------------------------------------------------------------------------------------------------
 
 
 def settings_of(*flags: str) -> dict[str, Any]:
-    """Of this process."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    """Settings of ``penstock config``, without its log."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         assert main(["config", "--json", "--compat", "bladellm", *flags]) == 0
-    return {name: setting["value"] for name, setting in json.loads(said.getvalue()).items()}
+    return {name: setting["value"] for name, setting in json.loads(output.getvalue()).items()}
 
 
 def configured(*flags: str) -> dict[str, Any]:
-    found = within(main, "config", "--json", "--compat", "bladellm", *flags)
+    """Settings of ``penstock config``, and its log as ``stderr``."""
+    found = run_in_process(main, "config", "--json", "--compat", "bladellm", *flags)
     assert found.returncode == 0, found
-    return {name: setting["value"] for name, setting in json.loads(found.stdout).items()} | {"said": found.stderr}
+    return {name: setting["value"] for name, setting in json.loads(found.stdout).items()} | {"stderr": found.stderr}
 
 
 @pytest.mark.row("bladellm", "--port", "--host", "--model", "--chat_template", "--tokenizer_dir", "--log_level")
@@ -235,7 +236,7 @@ def configured(*flags: str) -> dict[str, Any]:
 @pytest.mark.row("bladellm", "--max_queue_time", "--decode_algo", "--gamma", "--draft.model", "--disable_prompt_cache")
 @pytest.mark.row("bladellm", "--dtype", "--kv_cache_quant", "--prompt_cache_enable_swap", "--disable_cuda_graph")
 @pytest.mark.row("bladellm", "--cuda_graph_max_batch_size", "--cuda_graph_batch_sizes", "--enable_custom_allreduce")
-def test_every_flag_of_its_has_its_meaning() -> None:
+def test_each_bladellm_flag_sets_its_option() -> None:
     flags = "--port 8001 --max_gpu_memory_utilization 0.5 --preempt_strategy SWAP --ragged_flash_max_batch_tokens 512"
     flags += " --decode_algo sps --gamma 3 --draft.model /draft --disable_prompt_cache --prompt_cache_enable_swap"
     flags += " --max_queue_time 7 --tokenizer_dir /tokenizer --chat_template /template --dtype half"
@@ -243,8 +244,8 @@ def test_every_flag_of_its_has_its_meaning() -> None:
     flags += " --host 127.0.0.1 --model /model --log_level WARNING --cuda_graph_batch_sizes 1,2"
     flags += " --enable_custom_allreduce --pipeline_parallel_size 1"
     found = configured(*flags.split())
-    guess = {"method": "draft_model", "model": "/draft", "num_speculative_tokens": 3}
-    assert json.loads(found["speculative_config"]) == guess
+    speculation = {"method": "draft_model", "model": "/draft", "num_speculative_tokens": 3}
+    assert json.loads(found["speculative_config"]) == speculation
     expected = {
         "port": 8001,
         "host": "127.0.0.1",
@@ -265,10 +266,10 @@ def test_every_flag_of_its_has_its_meaning() -> None:
     }
     assert found == found | expected
     assert configured("--cuda_graph_max_batch_size", "24")["cudagraph_capture_sizes"] == [1, 2, 4, 8, 16, 24]
-    assert "--enable_custom_allreduce has no meaning here and is ignored" in found["said"]
-    usual = configured()
+    assert "--enable_custom_allreduce has no meaning here and is ignored" in found["stderr"]
+    defaults = configured()
     expected = {"port": 8081, "kv_cache_free_memory_fraction": 0.85, "preemption_mode": "recompute"}
-    assert usual == usual | expected | {"max_num_batched_tokens": 2048, "speculative_config": ""}
+    assert defaults == defaults | expected | {"max_num_batched_tokens": 2048, "speculative_config": ""}
     for name, to in {"half": "float16", "float16": "float16", "bfloat16": "bfloat16", "float": "float32"}.items():
         assert settings_of("--dtype", name.upper())["dtype"] == to
     for name, to in {"AUTO": "recompute", "RECOMPUTE": "recompute", "SWAP": "swap"}.items():
@@ -280,7 +281,7 @@ def test_every_flag_of_its_has_its_meaning() -> None:
 
 @pytest.mark.row("bladellm", "--kv_cache_quant", "other flags")
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         ("--max_gpu_memory 1", "unknown argument --max_gpu_memory; did you mean --max_gpu_memory_utilization?"),
         ("--tensor_parallel_size 0", "--tensor-parallel-size: '0' is wrong: it must be at least 1"),
@@ -292,13 +293,13 @@ def test_every_flag_of_its_has_its_meaning() -> None:
         ("--max_gpu_memory_utilization 1.5", "--max_gpu_memory_utilization: '1.5' is wrong: it must be below 1"),
     ],
 )
-def test_what_it_cannot_do_is_refused_by_name(capsys: pytest.CaptureFixture[str], flags: str, words: str) -> None:
+def test_invalid_flag_is_rejected_by_name(capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:
     assert main(["config", "--compat", "bladellm", *flags.split()]) == 2
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_its_command_speaks_to_everybody_and_gives_up_on_who_waits_too_long(tmp_path: Path) -> None:
-    """``blade_llm_server``, with a key that clients send as OpenAI's do."""
+def test_blade_llm_server_rejects_request_after_max_queue_time(tmp_path: Path) -> None:
+    """The server takes OpenAI's and BladeLLM's clients."""
     flags = "--num-gpu-blocks-override 100 --max-num-seqs 1 --max_queue_time 0.5 --decode_algo sps --gamma 2"
     assert main(["shims", str(tmp_path), "bladellm"]) == 0
     with Served(*flags.split(), command=[str(tmp_path / "blade_llm_server")]) as served:
@@ -306,8 +307,8 @@ def test_its_command_speaks_to_everybody_and_gives_up_on_who_waits_too_long(tmp_
         answer = client.chat.completions.create(model="any", messages=MESSAGES, temperature=0)
         assert answer.choices[0].message.content == "The capital of Canada is Ottawa."
         assert answer.to_dict()["error_info"] is None
-        asked = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": "true", "stream": "true"}
-        with httpx.stream("POST", f"{served.url}/completions", json=asked, timeout=60) as stream:
+        body = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": "true", "stream": "true"}
+        with httpx.stream("POST", f"{served.url}/completions", json=body, timeout=60) as stream:
             lines = stream.iter_lines()
             next(lines)
             late = httpx.post(f"{served.url}/completions", json={"prompt": "Twice"}, timeout=60)
@@ -346,7 +347,7 @@ SERVICE = """
 
 
 @pytest.mark.row("bladellm", "name", "metadata.cpu", "metadata.instance", "metadata.resource", "other fields")
-def test_a_service_document_is_served(tmp_path: Path) -> None:
+def test_service_json_starts_server(tmp_path: Path) -> None:
     file = tmp_path / "service.json"
     text = SERVICE.replace("FOLDER", str(tmp_path)).replace("PORT", "8081").replace('"instance": 1', '"instance": 2')
     text = text.replace('"gpu": 1,', '"gpu": 2, "qos": "high",').replace('"storage"', '"networking": {}, "storage"')
@@ -357,24 +358,24 @@ def test_a_service_document_is_served(tmp_path: Path) -> None:
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] <= 16
         for name in ("containers[0].image", "metadata.resource", "metadata.qos", "networking", "metadata.instance"):
             assert any(f"{name} of the service has no meaning here" in line for line in served.lines), name
-        for words in ("metadata.gpu of the service", "storage /nowhere of the service"):
-            assert any(words in line for line in served.lines), words
+        for message in ("metadata.gpu of the service", "storage /nowhere of the service"):
+            assert any(message in line for line in served.lines), message
 
 
 @pytest.mark.row("bladellm", "metadata.memory", "metadata.gpu")
-def test_without_a_gpu_the_services_memory_is_the_caches(tmp_path: Path) -> None:
+def test_service_memory_sizes_kv_cache_without_gpu(tmp_path: Path) -> None:
     file = tmp_path / "service.json"
     text = SERVICE.replace("FOLDER", str(tmp_path)).replace("PORT", "8081").replace('"gpu": 1', '"gpu": 0')
     text = text.replace("64000", "1000").replace("--num-gpu-blocks-override 100", "--max_gpu_memory_utilization 0.5")
     file.write_text(text)
-    a_block = 6 * 2 * 2 * 64 * 64 * 2  # layers, keys and values, KV heads, their size, tokens, bfloat16
+    block_size = 6 * 2 * 2 * 64 * 64 * 2  # layers, keys and values, KV heads, head size, tokens, bytes of bfloat16
     with Served("--service-json", str(file)) as served:
-        assert f"kv_blocks={500 * 2**20 // a_block}" in served.find("ready: .*").string
+        assert f"kv_blocks={500 * 2**20 // block_size}" in served.find("ready: .*").string
 
 
 @pytest.mark.row("bladellm", "containers[].command", "containers[].port", "storage[].mount_path", "oss")
 @pytest.mark.parametrize(
-    ("old", "new", "words"),
+    ("old", "new", "message"),
     [
         ('"port": PORT', '"port": 8000', "containers[0].port is 8000, but --port of its command is 8081"),
         (
@@ -390,8 +391,8 @@ def test_without_a_gpu_the_services_memory_is_the_caches(tmp_path: Path) -> None
         ('"containers": [', '"containers": [], "others": [', "must have one container, has 0"),
     ],
 )
-def test_a_wrong_service_document_does_not_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, words: str
+def test_invalid_service_json_is_rejected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, message: str
 ) -> None:
     file = tmp_path / "service.json"
     file.write_text(SERVICE.replace(old, new, 1).replace("FOLDER", str(tmp_path)).replace("PORT", "8081"))
@@ -399,10 +400,10 @@ def test_a_wrong_service_document_does_not_start(
         status: object = main(["serve", "--service-json", str(file)])
     except SystemExit as ended:
         status = ended.code
-    assert status == 2 and words in capsys.readouterr().err
+    assert status == 2 and message in capsys.readouterr().err
 
 
-# --- What comes before the server -------------------------------------------------------------------------------------
+# --- Quantize and split -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -412,8 +413,8 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
 
 @pytest.mark.row("bladellm", "blade_llm_quantize", "--quant_mode", "--bit", "--block_wise_quant", "--quant_dtype")
 @pytest.mark.row("bladellm", "--quant_algo", "--calib_data", "--calib_data_file", "--cpu_offload")
-def test_a_quantized_folder_is_served_in_its_format(shell: Shell) -> None:
-    """As Alibaba's pages show the command; a start script may run it again."""
+def test_quantized_folder_is_served_in_its_format(shell: Shell) -> None:
+    """Runs the command of Alibaba's documentation twice, as a start script may do."""
     command = f"""
     blade_llm_quantize \\
         --model {demo.CHAT} \\
@@ -423,28 +424,33 @@ def test_a_quantized_folder_is_served_in_its_format(shell: Shell) -> None:
         --bit 8
     """
     for _ in range(2):
-        assert shell.says(command) == "int8: weights will be quantized to wint8 at load\n"
-    made = LLM(shell.folder / "int8")
-    assert made.options.quantization == "none" and "wint8" in made.engine.info.fingerprint
+        assert shell.output_of(command) == "int8: weights will be quantized to wint8 at load\n"
+    quantized = LLM(shell.folder / "int8")
+    assert quantized.options.quantization == "none" and "wint8" in quantized.engine.info.fingerprint
     plain = LLM(demo.CHAT, quantization="wint8")
     greedy = SamplingParams(temperature=0, max_tokens=12)
-    texts = [llm.chat(MESSAGES, greedy, use_tqdm=False)[0].outputs[0].text for llm in (made, plain)]
+    texts = [llm.chat(MESSAGES, greedy, use_tqdm=False)[0].outputs[0].text for llm in (quantized, plain)]
     assert texts[0] == texts[1]
-    assert "w8a8" in LLM(shell.folder / "int8", quantization="w8a8").engine.info.fingerprint, "what is asked for counts"
+    assert "w8a8" in LLM(shell.folder / "int8", quantization="w8a8").engine.info.fingerprint, (
+        "the option overrides the folder's format"
+    )
     flags = ("--model", str(shell.folder / "int8"), "--num-gpu-blocks-override", "50")
-    with Served(command=shell.command(f"exec blade_llm_server {' '.join(flags)}"), environment=shell.environment) as it:
-        assert "-wint8" in it.find("ready: .*").string
+    with Served(
+        command=shell.command(f"exec blade_llm_server {' '.join(flags)}"), environment=shell.environment
+    ) as served:
+        assert "-wint8" in served.find("ready: .*").string
     formats = {
         "--bit 4": "wint4",
         "--bit 4 --block_wise_quant True": "wint4-g32",
         "--quant_mode act_and_weight_quant --quant_dtype int": "w8a8",
         "--calib_data 'hello world!' --calib_data_file x.jsonl --cpu_offload": "wint8",
     }
-    for i, (given, form) in enumerate(formats.items()):
-        ran = shell.run(f"blade_llm_quantize --model {demo.CHAT} --output_dir out{i} {given}")
-        assert ran.stdout == f"out{i}: weights will be quantized to {form} at load\n"
+    for i, (more_flags, expected) in enumerate(formats.items()):
+        ran = shell.run(f"blade_llm_quantize --model {demo.CHAT} --output_dir out{i} {more_flags}")
+        assert ran.stdout == f"out{i}: weights will be quantized to {expected} at load\n"
         assert (
-            json.loads((shell.folder / f"out{i}" / "config.json").read_text())["quantization_config"]["format"] == form
+            json.loads((shell.folder / f"out{i}" / "config.json").read_text())["quantization_config"]["format"]
+            == expected
         )
     for name in ("calib_data", "calib_data_file", "cpu_offload"):
         assert f"--{name} has no meaning here and is ignored: " in ran.stderr
@@ -460,7 +466,7 @@ def test_a_quantized_folder_is_served_in_its_format(shell: Shell) -> None:
         ("--quant_dtype fp8 --quant_mode act_and_weight_quant --cpu_offload", {"method": "fp8"}),
     ],
 )
-def test_other_algorithms_write_a_checkpoint(
+def test_calibrated_algorithms_write_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: str, job: dict[str, Any]
 ) -> None:
     texts = ["Tell me about a tiger.", "Tell me about a lion."]
@@ -471,29 +477,29 @@ def test_other_algorithms_write_a_checkpoint(
         arguments += ["--calib_data", *texts]
     monkeypatch.setattr(sys, "argv", ["blade_llm_quantize", *arguments])
     assert quantize() == 0
-    said = capsys.readouterr()
-    assert "KL divergence" in said.out and ("--cpu_offload has no meaning here" in said.err) == ("cpu" in flags)
+    output = capsys.readouterr()
+    assert "KL divergence" in output.out and ("--cpu_offload has no meaning here" in output.err) == ("cpu" in flags)
     report = json.loads((tmp_path / "out" / "quantization_report.json").read_text())
     assert report["job"].items() >= job.items() and report["sample_tokens"] < 60
     assert LLM(tmp_path / "out", num_gpu_blocks_override=40).engine
 
 
 @pytest.mark.row("bladellm", "blade_llm_split")
-def test_a_split_folder_has_the_part_of_each_rank(shell: Shell) -> None:
-    words = "split: an engine folder for 2 ranks, bfloat16, kernels of the layout cpu-3\n"
+def test_split_folder_has_weights_of_each_rank(shell: Shell) -> None:
+    message = "split: an engine folder for 2 ranks, bfloat16, kernels of the layout cpu-3\n"
     for _ in range(2):
         command = f"blade_llm_split --tensor_parallel_size 2 --model {demo.CHAT} --output_dir split"
-        assert shell.says(command) == words
+        assert shell.output_of(command) == message
     assert {file.name for file in (shell.folder / "split").iterdir()} > {"rank_0", "rank_1", "tokenizer.json"}
-    said = shell.run(f"blade_llm_split --tensor_parallel_size 0 --model {demo.CHAT} --output_dir other")
+    failed = shell.run(f"blade_llm_split --tensor_parallel_size 0 --model {demo.CHAT} --output_dir other")
     assert (
-        said.stderr.startswith("blade_llm_split: tensor_parallel_size: 0 is wrong: it must be at least 1")
-        and said.returncode == 2
+        failed.stderr.startswith("blade_llm_split: tensor_parallel_size: 0 is wrong: it must be at least 1")
+        and failed.returncode == 2
     )
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         (
             "--quant_algo gptq --bit 4 --quant_mode act_and_weight_quant",
@@ -521,8 +527,8 @@ def test_a_split_folder_has_the_part_of_each_rank(shell: Shell) -> None:
         ("--fallback_ratio 0.1", "unrecognized arguments: --fallback_ratio 0.1"),
     ],
 )
-def test_what_cannot_be_quantized_is_told_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: str, words: str
+def test_invalid_quantize_command_is_rejected_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: str, message: str
 ) -> None:
     (tmp_path / "file").touch()
     for name, more in (("other", {}), ("quantized", {"quantization_config": {"quant_method": "gptq"}})):
@@ -537,6 +543,6 @@ def test_what_cannot_be_quantized_is_told_by_name(
         status: object = quantize()
     except SystemExit as ended:
         status = ended.code
-    said = capsys.readouterr()
-    assert status == 2 and not said.out
-    assert said.err.startswith("blade_llm_quantize: ") and words in said.err and len(said.err.splitlines()) == 1
+    output = capsys.readouterr()
+    assert status == 2 and not output.out
+    assert output.err.startswith("blade_llm_quantize: ") and message in output.err and len(output.err.splitlines()) == 1

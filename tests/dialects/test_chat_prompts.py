@@ -1,4 +1,4 @@
-"""What a chat's prompt can be made of: parts, token ids, templates and what they read, by OpenAI's own client."""
+"""Prompts of chats: content parts, token ids, truncation and chat templates, tested with OpenAI's Python client."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from penstock.core import PenstockError
 from penstock.frontend.chat_renderer import Steps, run_inline
 from penstock.frontend.input_processor import InputProcessor
 
-ASKED = [{"role": "user", "content": "What is the capital of Canada?"}]
+QUESTION = [{"role": "user", "content": "What is the capital of Canada?"}]
 ANSWER = "The capital of Canada is Ottawa."
 TEMPLATE = """
 {%- if documents %}<|im_start|>system
@@ -45,7 +45,7 @@ def server(servers: Servers) -> Served:
 
 
 @pytest.fixture(scope="module")
-def trusting() -> Iterator[Served]:
+def trusting_server() -> Iterator[Served]:
     arguments = ("--num-gpu-blocks-override", "400", "--trust-request-chat-template", "--chat-template", TEMPLATE)
     with Served(*arguments) as served:
         yield served
@@ -55,14 +55,14 @@ def client_of(server: Served) -> openai.OpenAI:
     return openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
 
 
-def ask(server: Served, messages: Any = ASKED, stream: bool = False, **extra: Any) -> dict[str, Any]:
-    """The answer's text with the prompt's token ids."""
-    asked: dict[str, Any] = {"model": "default", "messages": messages, "temperature": 0, "max_tokens": 100}
-    asked["extra_body"] = {"return_token_ids": True, **extra}
+def ask(server: Served, messages: Any = QUESTION, stream: bool = False, **extra: Any) -> dict[str, Any]:
+    """Return the answer's text and the prompt's token ids."""
+    fields: dict[str, Any] = {"model": "default", "messages": messages, "temperature": 0, "max_tokens": 100}
+    fields["extra_body"] = {"return_token_ids": True, **extra}
     if not stream:
-        answer = client_of(server).chat.completions.create(**asked).to_dict()
+        answer = client_of(server).chat.completions.create(**fields).to_dict()
         return {"text": answer["choices"][0]["message"]["content"], "ids": answer["prompt_token_ids"]}
-    chunks = [chunk.to_dict() for chunk in client_of(server).chat.completions.create(**asked, stream=True)]
+    chunks = [chunk.to_dict() for chunk in client_of(server).chat.completions.create(**fields, stream=True)]
     text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
     return {"text": text, "ids": chunks[0]["prompt_token_ids"]}
 
@@ -71,14 +71,14 @@ both = pytest.mark.parametrize("stream", [False, True])
 
 
 @both
-def test_token_ids_are_a_prompt(server: Served, stream: bool) -> None:
+def test_prompt_token_ids_replace_messages(server: Served, stream: bool) -> None:
     rendered = ask(server)
     assert rendered["text"] == ANSWER
     assert ask(server, [], stream, prompt_token_ids=rendered["ids"]) == rendered
     thinking = ask(server, chat_template_kwargs={"enable_thinking": True})
     assert ask(server, [], stream, prompt_token_ids=thinking["ids"]) == thinking
-    for fields, words in (
-        ({"messages": ASKED, "prompt_token_ids": [5]}, "messages: cannot be combined with prompt_token_ids"),
+    for fields, message in (
+        ({"messages": QUESTION, "prompt_token_ids": [5]}, "messages: cannot be combined with prompt_token_ids"),
         (
             {"messages": [], "prompt_token_ids": [5], "continue_final_message": True},
             "continue_final_message: cannot be combined",
@@ -87,12 +87,12 @@ def test_token_ids_are_a_prompt(server: Served, stream: bool) -> None:
         ({"messages": [], "prompt_token_ids": []}, "prompt_token_ids"),
         ({"messages": [], "prompt_token_ids": [10**6]}, "token ids go from 0"),
     ):
-        with pytest.raises(openai.BadRequestError, match=words):
+        with pytest.raises(openai.BadRequestError, match=message):
             ask(server, stream=stream, **fields)
 
 
 @both
-def test_content_comes_in_parts(server: Served, stream: bool) -> None:
+def test_content_parts_are_joined_by_newlines(server: Served, stream: bool) -> None:
     parts = [{"type": "text", "text": "What is the capital"}, {"type": "text", "text": "of Canada?"}]
     joined = [{"role": "user", "content": "What is the capital\nof Canada?"}]
     assert ask(server, [{"role": "user", "content": parts}], stream) == ask(server, joined)
@@ -101,21 +101,21 @@ def test_content_comes_in_parts(server: Served, stream: bool) -> None:
             ask(server, [{"role": "user", "content": [{"type": kind, kind: {}}]}], stream)
 
 
-def test_unknown_roles_are_named_with_those_that_are_known(server: Served) -> None:
+def test_unknown_role_error_lists_known_roles(server: Served) -> None:
     with pytest.raises(
         openai.BadRequestError, match="'king' is not one of system, developer, user, assistant, tool"
-    ) as no:
-        ask(server, [*ASKED, {"role": "king", "content": "x"}])
-    assert no.value.param == "messages[1].role"
+    ) as refused:
+        ask(server, [*QUESTION, {"role": "king", "content": "x"}])
+    assert refused.value.param == "messages[1].role"
 
 
 @both
-def test_the_last_message_is_gone_on_with(server: Served, stream: bool) -> None:
-    begun = {"role": "assistant", "content": "The capital of Canada"}
-    made = ask(server, [*ASKED, begun], stream, continue_final_message=True)
-    assert begun["content"] + made["text"] == ANSWER
+def test_continue_final_message_extends_last_message(server: Served, stream: bool) -> None:
+    prefill = {"role": "assistant", "content": "The capital of Canada"}
+    answer = ask(server, [*QUESTION, prefill], stream, continue_final_message=True)
+    assert prefill["content"] + answer["text"] == ANSWER
     with pytest.raises(openai.BadRequestError, match="continue_final_message"):
-        ask(server, [*ASKED, begun], stream, continue_final_message=True, add_generation_prompt=True)
+        ask(server, [*QUESTION, prefill], stream, continue_final_message=True, add_generation_prompt=True)
     bare = ask(server, add_generation_prompt=False)["ids"]
     assert ask(server)["ids"][: len(bare)] == bare
 
@@ -133,33 +133,37 @@ def test_prompts_are_truncated_from_the_left(server: Served, stream: bool) -> No
         assert answer.usage and answer.usage.prompt_tokens == 2
 
 
-def test_a_template_says_what_it_reads(server: Served, trusting: Served) -> None:
+def test_documents_are_rejected_unless_template_reads_them(server: Served, trusting_server: Served) -> None:
     documents = [{"title": "a", "text": "The code is 1234."}]
     with pytest.raises(openai.BadRequestError, match="this model's chat template does not read it"):
         ask(server, documents=documents)
     assert ask(server, reasoning_effort="high")["ids"] == ask(server)["ids"]
-    plain, none = ask(trusting)["ids"], ask(trusting, reasoning_effort="none")["ids"]
+    plain, none = ask(trusting_server)["ids"], ask(trusting_server, reasoning_effort="none")["ids"]
     assert none == ask(server)["ids"] and none[: len(plain)] == plain
-    read = httpx.post(f"{trusting.root}/detokenize", json={"tokens": ask(trusting, documents=documents)["ids"]})
+    read = httpx.post(
+        f"{trusting_server.root}/detokenize", json={"tokens": ask(trusting_server, documents=documents)["ids"]}
+    )
     assert documents[0]["text"] in read.json()["prompt"]
 
 
 # --- Templates of requests --------------------------------------------------------------------------------------------
 
 
-def test_templates_are_not_taken_from_anybody(server: Served) -> None:
+def test_chat_template_of_request_is_rejected_by_default(server: Served) -> None:
     with pytest.raises(openai.BadRequestError, match="trust_request_chat_template"):
         ask(server, chat_template=TEMPLATE)
 
 
 @both
-def test_a_trusted_template_is_used(server: Served, trusting: Served, stream: bool) -> None:
-    own = TEMPLATE.replace("{{ message.content }}", "{{ message.content | replace('Japan', 'Canada') }}")
-    asked = [{"role": "user", "content": "What is the capital of Japan?"}]
-    extra = {"chat_template": own, "reasoning_effort": "none"}
-    assert ask(trusting, asked, stream, **extra) == ask(server)
-    kept = ask(trusting, asked, stream, chat_template=own, chat_template_kwargs={"reasoning_effort": "none"})
-    assert kept["text"] == ANSWER
+def test_chat_template_of_request_is_used_if_trusted(server: Served, trusting_server: Served, stream: bool) -> None:
+    template = TEMPLATE.replace("{{ message.content }}", "{{ message.content | replace('Japan', 'Canada') }}")
+    messages = [{"role": "user", "content": "What is the capital of Japan?"}]
+    extra = {"chat_template": template, "reasoning_effort": "none"}
+    assert ask(trusting_server, messages, stream, **extra) == ask(server)
+    by_kwargs = ask(
+        trusting_server, messages, stream, chat_template=template, chat_template_kwargs={"reasoning_effort": "none"}
+    )
+    assert by_kwargs["text"] == ANSWER
 
 
 ENDLESS = "longer than 2 seconds"
@@ -177,99 +181,101 @@ WRONG = {
 }
 
 
-def test_ctrl_c_leaves_a_template_that_is_rendered_alone() -> None:
-    """The terminal's signal comes as the process starts in which the template is rendered; the server drains."""
+def test_ctrl_c_does_not_interrupt_template_rendering() -> None:
+    """SIGINT arrives while the process that renders the template starts; the server drains."""
     with (
         Served("--trust-request-chat-template", "--num-gpu-blocks-override", "100") as server,
         ThreadPoolExecutor() as pool,
     ):
-        asked = pool.submit(ask, server, chat_template=TEMPLATE, reasoning_effort="none")
+        answer = pool.submit(ask, server, chat_template=TEMPLATE, reasoning_effort="none")
         server.interrupt("penstock.text.template_process")
-        assert asked.result(60)["text"] == ANSWER
+        assert answer.result(60)["text"] == ANSWER
         assert server.ended() == 0
 
 
-def test_no_template_does_harm(trusting: Served) -> None:
-    """Others are answered while a template is ended that would never end."""
-    answered: list[float] = []
-    """When each was asked whose answer came before the next one was asked."""
+def test_malicious_templates_fail_without_delaying_others(trusting_server: Served) -> None:
+    """Other requests are answered while the server stops a template that never ends."""
+    answered_starts: list[float] = []
+    """Start times of the answered probes."""
     ended = threading.Event()
 
     def probe() -> None:
         while not ended.wait(0.2):
             begun = time.monotonic()
-            assert ask(trusting, reasoning_effort="none")["text"] == ANSWER
-            answered.append(begun)
+            assert ask(trusting_server, reasoning_effort="none")["text"] == ANSWER
+            answered_starts.append(begun)
 
     probing = threading.Thread(target=probe)
     probing.start()
     try:
-        for source, words in WRONG.items():
+        for source, message in WRONG.items():
             begun = time.monotonic()
-            with pytest.raises(openai.BadRequestError, match=words):
-                ask(trusting, chat_template=source)
-            assert words != ENDLESS or any(at > begun for at in [*answered]), "asked and answered in the meantime"
-            assert ask(trusting, chat_template=TEMPLATE, reasoning_effort="none")["text"] == ANSWER
+            with pytest.raises(openai.BadRequestError, match=message):
+                ask(trusting_server, chat_template=source)
+            assert message != ENDLESS or any(at > begun for at in [*answered_starts]), (
+                "a probe was sent and answered in the meantime"
+            )
+            assert ask(trusting_server, chat_template=TEMPLATE, reasoning_effort="none")["text"] == ANSWER
     finally:
         ended.set()
         probing.join()
-    assert len(descendants(trusting.pid)) <= 7, "engine, API, one that compiles grammars, four that render"
+    assert len(descendants(trusting_server.pid)) <= 7, "engine, API, a grammar compiler, four template renderers"
 
 
 # --- Templates by name ------------------------------------------------------------------------------------------------
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
-NAMED = (
+DEFAULT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )
-RAG = "{% for d in documents %}{{ d.text }}\n{% endfor %}" + NAMED
+RAG_TEMPLATE = "{% for d in documents %}{{ d.text }}\n{% endfor %}" + DEFAULT_TEMPLATE
 
 
 @pytest.fixture(scope="module", params=["tokenizer_config.json", "files"])
 def several_templates(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built-in model with a template for chats without tools, its own for chats with tools, and one for RAG."""
+    """The built-in model with three templates: a default without tools, the original for tools, and one for RAG."""
     folder = shutil.copytree(demo.CHAT, tmp_path_factory.mktemp("named") / "model")
-    own = (folder / "chat_template.jinja").read_text()
+    original = (folder / "chat_template.jinja").read_text()
     if request.param == "files":
-        (folder / "chat_template.jinja").write_text(NAMED)
+        (folder / "chat_template.jinja").write_text(DEFAULT_TEMPLATE)
         (folder / "additional_chat_templates").mkdir()
-        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(own)
-        (folder / "additional_chat_templates" / "rag.jinja").write_text(RAG)
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(original)
+        (folder / "additional_chat_templates" / "rag.jinja").write_text(RAG_TEMPLATE)
     else:
         (folder / "chat_template.jinja").unlink()
         config = json.loads((folder / "tokenizer_config.json").read_text())
-        templates = {"default": NAMED, "tool_use": own, "rag": RAG}
+        templates = {"default": DEFAULT_TEMPLATE, "tool_use": original, "rag": RAG_TEMPLATE}
         config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
 
 def test_template_for_tools_is_chosen_by_python(several_templates: Path) -> None:
-    theirs = AutoTokenizer.from_pretrained(several_templates)
+    hf_tokenizer = AutoTokenizer.from_pretrained(several_templates)
     processor = InputProcessor(several_templates, ModelOptions())
     for tools in (None, TOOLS):
-        expected = theirs.apply_chat_template(ASKED, tools=tools, add_generation_prompt=True, tokenize=False)
-        assert processor.tokenizer.render(ASKED, tools=tools) == expected
+        expected = hf_tokenizer.apply_chat_template(QUESTION, tools=tools, add_generation_prompt=True, tokenize=False)
+        assert processor.tokenizer.render(QUESTION, tools=tools) == expected
     assert processor.chats.response_formats().tools is not None
     by_name = InputProcessor(several_templates, ModelOptions(chat_template="rag"))
     documents = [{"text": "Ottawa."}]
-    expected = theirs.apply_chat_template(
-        ASKED, documents=documents, chat_template="rag", add_generation_prompt=True, tokenize=False
+    expected = hf_tokenizer.apply_chat_template(
+        QUESTION, documents=documents, chat_template="rag", add_generation_prompt=True, tokenize=False
     )
-    assert by_name.tokenizer.render(ASKED, documents=documents) == expected
+    assert by_name.tokenizer.render(QUESTION, documents=documents) == expected
     with pytest.raises(PenstockError, match="tools: this model's chat template does not support tools"):
-        run_inline(by_name.chats.text(ASKED, {"tools": TOOLS}, Steps()))
+        run_inline(by_name.chats.text(QUESTION, {"tools": TOOLS}, Steps()))
     with pytest.raises(PenstockError, match="rage cannot be read"):
         InputProcessor(several_templates, ModelOptions(chat_template="rage"))
 
 
 @pytest.mark.parametrize("several_templates", ["files"], indirect=True)
 def test_template_for_tools_is_chosen_over_http(several_templates: Path) -> None:
-    theirs = AutoTokenizer.from_pretrained(several_templates)
+    hf_tokenizer = AutoTokenizer.from_pretrained(several_templates)
 
     def expected(**options: Any) -> list[int]:
-        rendered = theirs.apply_chat_template(ASKED, add_generation_prompt=True, tokenize=False, **options)
-        return theirs.encode(rendered, add_special_tokens=False)
+        rendered = hf_tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False, **options)
+        return hf_tokenizer.encode(rendered, add_special_tokens=False)
 
     with Served("--model", str(several_templates), "--num-gpu-blocks-override", "100") as server:
         assert ask(server)["ids"] == expected()

@@ -1,4 +1,4 @@
-"""Client libraries and tools of others that are not in the tests' environment, each as PyPI or npm gives it."""
+"""Third-party client libraries and tools against a server, installed from PyPI or npm outside the test environment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from serving import Served, Servers
 pytestmark = pytest.mark.thorough
 
 BUILD = repository.BUILD / "clients"
-"""They are installed in ``build``, and stay for the next run."""
+"""Folder of the installed packages, kept between runs."""
 ANSWER, WEATHER = "The capital of Canada is Ottawa.", [["get_weather", {"city": "Paris"}]]
 PACKAGES = {
     "llama_index": [
@@ -34,7 +34,7 @@ AI_SDK = ["ai@6.0.326", "@ai-sdk/openai-compatible@2.0.92", "@ai-sdk/openai@3.0.
 
 
 def programs(name: str) -> Path:
-    """The folder of programs of an environment that has the packages."""
+    """Return the ``bin`` folder of a virtual environment with the packages ``PACKAGES[name]``; create it if missing."""
     folder = BUILD / name
     if not (folder / "complete").exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
@@ -44,7 +44,7 @@ def programs(name: str) -> Path:
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
-    """What a program printed, whose home is its working folder."""
+    """Run a program with its working folder as home; return its standard output."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "ANTHROPIC_"))}
     settings = inherited | {"HOME": str(cwd)} | environment
     ran = subprocess.run(
@@ -54,16 +54,16 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
     return ran.stdout
 
 
-def test_llama_index(servers: Servers, tmp_path: Path) -> None:
+def test_llama_index_chats_calls_tools_and_embeds(servers: Servers, tmp_path: Path) -> None:
     script = SUPPORT / "llama_index_client.py"
-    said = json.loads(run(programs("llama_index") / "python", script, servers.get().root, cwd=tmp_path))
+    document = json.loads(run(programs("llama_index") / "python", script, servers.get().root, cwd=tmp_path))
     for api in ("openai", "ollama"):
-        assert (said[api]["answer"], said[api]["streamed"]) == (ANSWER, ANSWER) and said[api]["pieces"] > 2
-        assert said[api]["calls"] == WEATHER and "21" in said[api]["agent"]
-    assert said["index"] == ANSWER and said["dimensions"] == [256, 256]
+        assert (document[api]["answer"], document[api]["streamed"]) == (ANSWER, ANSWER) and document[api]["pieces"] > 2
+        assert document[api]["calls"] == WEATHER and "21" in document[api]["agent"]
+    assert document["index"] == ANSWER and document["dimensions"] == [256, 256]
 
 
-def test_ai_sdk(servers: Servers, tmp_path: Path) -> None:
+def test_ai_sdk_generates_calls_tools_and_embeds(servers: Servers, tmp_path: Path) -> None:
     if shutil.which("npm") is None:
         pytest.skip("needs npm")
     folder = BUILD / "ai_sdk"
@@ -74,22 +74,22 @@ def test_ai_sdk(servers: Servers, tmp_path: Path) -> None:
     shutil.copy(SUPPORT / "ai_sdk.mjs", folder)
     document: dict[str, Any] = json.loads(run("node", folder / "ai_sdk.mjs", servers.get().root, cwd=tmp_path))
     assert document["dimensions"] == [256, 256] and len(document["said"]) == 4
-    for api, said in document["said"].items():
-        assert said["answer"] == "".join(said["pieces"]) == ANSWER and len(said["pieces"]) > 2, api
-        assert said["finish"] == ["stop", "stop"] and said["usage"] == [[20, 13], [20, 13]], api
-        assert said["calls"] == [WEATHER, []] and "21" in said["agent"], api
-        assert said["forced"] == ["get_weather"] and list(said["object"]) == ["n"], api
-        assert said["unknown"][0] == 404 and "does not exist" in said["unknown"][1], api
+    for api, result in document["said"].items():
+        assert result["answer"] == "".join(result["pieces"]) == ANSWER and len(result["pieces"]) > 2, api
+        assert result["finish"] == ["stop", "stop"] and result["usage"] == [[20, 13], [20, 13]], api
+        assert result["calls"] == [WEATHER, []] and "21" in result["agent"], api
+        assert result["forced"] == ["get_weather"] and list(result["object"]) == ["n"], api
+        assert result["unknown"][0] == 404 and "does not exist" in result["unknown"][1], api
 
 
-def test_llm(servers: Servers, tmp_path: Path) -> None:
+def test_llm_chats_calls_tools_and_follows_schema(servers: Servers, tmp_path: Path) -> None:
     """Simon Willison's program, with a model of its configuration file."""
     model = {"model_id": "penstock", "model_name": "default", "api_base": f"{servers.get().root}/v1"}
     model |= {"api_key_name": "penstock", "supports_tools": True, "supports_schema": True}
     (tmp_path / "extra-openai-models.yaml").write_text(json.dumps([model]))
 
-    def ask(*words: str) -> str:
-        command = [programs("llm") / "llm", "-m", "penstock", "--key", "none", "-o", "temperature", "0", *words]
+    def ask(*arguments: str) -> str:
+        command = [programs("llm") / "llm", "-m", "penstock", "--key", "none", "-o", "temperature", "0", *arguments]
         return run(*command, cwd=tmp_path, LLM_USER_PATH=str(tmp_path)).strip()
 
     question = "What is the capital of Canada?"
@@ -102,8 +102,7 @@ def test_llm(servers: Servers, tmp_path: Path) -> None:
     assert ask("-c", question) == ANSWER
 
 
-def test_aider(tmp_path: Path) -> None:
-    """Changes a file, and commits it."""
+def test_aider_edits_and_commits_file(tmp_path: Path) -> None:
     work, model = tmp_path / "work", tmp_path / "model"
     reply = 'I change the file.\n\nhello.py\n```\nprint("bye")\n```\n'
     work.mkdir()
@@ -115,8 +114,8 @@ def test_aider(tmp_path: Path) -> None:
     run("git", "commit", "-q", "-m", "Hello", cwd=work)
     quiet = ["--no-show-model-warnings", "--analytics-disable", "--no-check-update", "--no-gitignore", "--yes-always"]
     with Served("--model", str(scripted_model(model, reply)), "--max-model-len", "16384") as served:
-        asked = ["--model", "openai/default", "--edit-format", "whole", "--message", "Print bye", "hello.py"]
+        task = ["--model", "openai/default", "--edit-format", "whole", "--message", "Print bye", "hello.py"]
         address = {"OPENAI_API_BASE": f"{served.root}/v1", "OPENAI_API_KEY": "none"}
-        run(programs("aider") / "aider", *quiet, *asked, cwd=work, **address)
+        run(programs("aider") / "aider", *quiet, *task, cwd=work, **address)
     assert (work / "hello.py").read_text() == 'print("bye")\n'
     assert run("git", "log", "--oneline", cwd=work).count("\n") == 2

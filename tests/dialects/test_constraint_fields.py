@@ -1,4 +1,4 @@
-"""Fields that constrain an answer: each dialect follows or refuses every one, whichever dialect it comes from."""
+"""Fields that constrain an answer: every dialect follows or rejects those of all dialects; none is ignored."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCHEMA = {"const": WORD}
 GRAMMAR = f'root ::= "{WORD}"'
 NAMED = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
 TAG = {"format": {"type": "const_string", "value": WORD}}
-ASKED = [{"role": "user", "content": "What is the capital of Canada?"}]
+MESSAGES = [{"role": "user", "content": "What is the capital of Canada?"}]
 COMMON = {"max_tokens": 20, "temperature": 0}
 
 FIELDS: list[tuple[str, Any]] = [
@@ -54,13 +54,13 @@ FIELDS: list[tuple[str, Any]] = [
     ("extra_body", {"guided_regex": WORD}),
 ]
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "chat": ("/v1/chat/completions", COMMON | {"messages": ASKED}),
+    "chat": ("/v1/chat/completions", COMMON | {"messages": MESSAGES}),
     "completion": ("/v1/completions", COMMON | {"prompt": "x"}),
-    "messages": ("/v1/messages", COMMON | {"messages": ASKED}),
+    "messages": ("/v1/messages", COMMON | {"messages": MESSAGES}),
     "responses": ("/v1/responses", {"input": "x", "max_output_tokens": 20, "temperature": 0}),
     "ollama chat": (
         "/api/chat",
-        {"model": "default", "messages": ASKED, "stream": False, "options": {"num_predict": 20}},
+        {"model": "default", "messages": MESSAGES, "stream": False, "options": {"num_predict": 20}},
     ),
     "ollama generate": (
         "/api/generate",
@@ -70,7 +70,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tgi": ("/generate", {"inputs": "x", "parameters": {"max_new_tokens": 20}}),
     "vllm": ("/generate", COMMON | {"prompt": "x"}),
     "triton": ("/v2/models/ensemble/generate", {"text_input": "x", "max_tokens": 20}),
-    "bladellm": ("/v1/chat/completions", COMMON | {"messages": ASKED}),
+    "bladellm": ("/v1/chat/completions", COMMON | {"messages": MESSAGES}),
     "paddlenlp": ("/v1/chat/completions", {"text": "x", "max_dec_len": 20}),
 }
 PLACES = [
@@ -88,7 +88,7 @@ def test_constraint_is_followed_or_refused(servers: Servers, name: str, place: s
     key = "one" if name == "bladellm" else "Bearer one"
     ignored = []
     for field, value in FIELDS:
-        if name == "paddlenlp" and field == "text":  # its prompt
+        if name == "paddlenlp" and field == "text":  # PaddleNLP's prompt field
             continue
         more = {place: body.get(place, {}) | {field: value}} if place else {field: value}
         answer = httpx.post(server.root + path, json=body | more, headers={"Authorization": key}, timeout=60)
@@ -100,13 +100,13 @@ def test_constraint_is_followed_or_refused(servers: Servers, name: str, place: s
 
 
 def test_two_constraints_are_refused(servers: Servers) -> None:
-    body = COMMON | {"messages": ASKED, "json_schema": SCHEMA, "guided_regex": WORD}
+    body = COMMON | {"messages": MESSAGES, "json_schema": SCHEMA, "guided_regex": WORD}
     answer = httpx.post(f"{servers.get(*FLAGS).url}/chat/completions", json=body)
     assert answer.status_code == 400 and "one constraint" in answer.text
 
 
 @pytest.mark.parametrize("backend", ["outlines", "xgrammar", "guidance", "lm-format-enforcer:no-fallback", "auto"])
 def test_guided_decoding_backend_of_a_request_is_accepted(servers: Servers, backend: str) -> None:
-    body = COMMON | {"messages": ASKED, "guided_regex": WORD, "guided_decoding_backend": backend}
+    body = COMMON | {"messages": MESSAGES, "guided_regex": WORD, "guided_decoding_backend": backend}
     answer = httpx.post(f"{servers.get(*FLAGS).url}/chat/completions", json=body)
     assert answer.json()["choices"][0]["message"]["content"] == WORD

@@ -1,4 +1,4 @@
-"""OpenAI's conversations, by its own client: items that the server keeps, and requests that name them."""
+"""OpenAI's conversations API and responses in a conversation, tested with OpenAI's Python client."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ def client(served: Served) -> openai.OpenAI:
 
 
 def texts(client: openai.OpenAI, conversation: str) -> list[tuple[str, str]]:
-    """Role and text of its messages, the oldest first."""
+    """Return role and text of a conversation's messages, the oldest first."""
     items: Any = client.conversations.items.list(conversation, order="asc", limit=3)
     return [(item.role, item.content[0].text) for item in items if item.type == "message"]
 
 
 @pytest.mark.row("responses", "conversation")
-@pytest.mark.parametrize("how", ["whole", "streamed", "background"])
-def test_responses_share_a_conversation(client: openai.OpenAI, how: str) -> None:
+@pytest.mark.parametrize("mode", ["whole", "streamed", "background"])
+def test_responses_share_a_conversation(client: openai.OpenAI, mode: str) -> None:
     conversation = client.conversations.create(metadata={"topic": "capitals"})
 
     def ask(question: str, **fields: Any) -> Response:
-        asked = {**PLAIN, "input": question, "conversation": conversation.id, **fields}
-        if how == "streamed":
-            *_, last = client.responses.create(**asked, stream=True)
+        request = {**PLAIN, "input": question, "conversation": conversation.id, **fields}
+        if mode == "streamed":
+            *_, last = client.responses.create(**request, stream=True)
             return last.response  # type: ignore[no-any-return]
-        response: Response = client.responses.create(**asked, background=how == "background")
+        response: Response = client.responses.create(**request, background=mode == "background")
         deadline = time.monotonic() + 60
         while response.status in ("queued", "in_progress"):
             assert time.monotonic() < deadline
@@ -58,7 +58,7 @@ def test_responses_share_a_conversation(client: openai.OpenAI, how: str) -> None
 
     first = ask(CAPITAL)
     assert first.conversation and first.conversation.id == conversation.id
-    if how == "background":  # it is told as finished just before
+    if mode == "background":  # the response is finished just before its items are stored
         deadline = time.monotonic() + 30
         while len(texts(client, conversation.id)) < 2:
             assert time.monotonic() < deadline
@@ -67,60 +67,62 @@ def test_responses_share_a_conversation(client: openai.OpenAI, how: str) -> None
         model="default", input="What did I ask?", conversation={"id": conversation.id}
     )
     second = ask("What did I ask?", conversation={"id": conversation.id})
-    said: list[Any] = [{"role": "user", "content": CAPITAL}, {"role": "assistant", "content": first.output_text}]
-    whole = client.responses.create(**PLAIN, input=[*said, {"role": "user", "content": "What did I ask?"}], store=False)
+    history: list[Any] = [{"role": "user", "content": CAPITAL}, {"role": "assistant", "content": first.output_text}]
+    whole = client.responses.create(
+        **PLAIN, input=[*history, {"role": "user", "content": "What did I ask?"}], store=False
+    )
     assert whole.usage and second.usage and whole.usage.input_tokens == second.usage.input_tokens
     assert counted.input_tokens == second.usage.input_tokens and whole.output_text == second.output_text
-    if how != "background":
+    if mode != "background":
         assert len(texts(client, conversation.id)) == 4
 
 
 @pytest.mark.row("responses", "conversations.create", "retrieve", "update", "delete", "conversations.items")
-def test_a_conversation_and_its_items(client: openai.OpenAI) -> None:
-    begun = client.conversations.create(
+def test_conversations_and_items_are_created_updated_and_deleted(client: openai.OpenAI) -> None:
+    created = client.conversations.create(
         items=[{"type": "message", "role": "user", "content": "One."}], metadata={"topic": "demo"}
     )
-    assert begun.id.startswith("conv_") and begun.object == "conversation" and begun.metadata == {"topic": "demo"}
-    assert client.conversations.retrieve(begun.id) == begun
-    assert client.conversations.update(begun.id, metadata={"topic": "other"}).metadata == {"topic": "other"}
+    assert created.id.startswith("conv_") and created.object == "conversation" and created.metadata == {"topic": "demo"}
+    assert client.conversations.retrieve(created.id) == created
+    assert client.conversations.update(created.id, metadata={"topic": "other"}).metadata == {"topic": "other"}
     more: Any = [
         {"type": "message", "role": "assistant", "content": "Two."},
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c", "output": "3"},
     ]
-    added = client.conversations.items.create(begun.id, items=more)
+    added = client.conversations.items.create(created.id, items=more)
     assert [item.type for item in added.data] == ["message", "function_call", "function_call_output"]
     assert (added.first_id, added.last_id) == (added.data[0].id, added.data[-1].id)
-    listed = list(client.conversations.items.list(begun.id, limit=2))  # in pages, the newest first
+    listed = list(client.conversations.items.list(created.id, limit=2))  # in pages, the newest first
     assert [item.type for item in listed] == ["function_call_output", "function_call", "message", "message"]
-    assert texts(client, begun.id) == [("user", "One."), ("assistant", "Two.")]
-    call: Any = client.conversations.items.retrieve(added.data[1].id or "", conversation_id=begun.id)
+    assert texts(client, created.id) == [("user", "One."), ("assistant", "Two.")]
+    call: Any = client.conversations.items.retrieve(added.data[1].id or "", conversation_id=created.id)
     assert (call.name, call.status) == ("f", "completed")
-    assert client.conversations.items.delete(added.data[0].id or "", conversation_id=begun.id).id == begun.id
-    assert texts(client, begun.id) == [("user", "One.")]
+    assert client.conversations.items.delete(added.data[0].id or "", conversation_id=created.id).id == created.id
+    assert texts(client, created.id) == [("user", "One.")]
     with pytest.raises(openai.NotFoundError, match="has no item"):
-        client.conversations.items.retrieve(added.data[0].id or "", conversation_id=begun.id)
-    assert client.conversations.delete(begun.id).deleted
+        client.conversations.items.retrieve(added.data[0].id or "", conversation_id=created.id)
+    assert client.conversations.delete(created.id).deleted
     for gone in (
-        lambda: client.conversations.retrieve(begun.id),
-        lambda: client.conversations.items.list(begun.id),
-        lambda: client.responses.create(**PLAIN, input="?", conversation=begun.id),
+        lambda: client.conversations.retrieve(created.id),
+        lambda: client.conversations.items.list(created.id),
+        lambda: client.responses.create(**PLAIN, input="?", conversation=created.id),
     ):
         with pytest.raises(openai.NotFoundError, match="there is no conversation"):
             gone()
 
 
-def test_tools_go_on_in_a_conversation(client: openai.OpenAI) -> None:
+def test_tool_result_continues_conversation(client: openai.OpenAI) -> None:
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     tool: Any = {"type": "function", "name": "get_weather", "parameters": parameters, "strict": False}
-    asked: dict[str, Any] = {**PLAIN, "tools": [tool], "conversation": client.conversations.create().id}
-    (call,) = client.responses.create(**asked, input="What is the weather in Paris?").output
+    fields: dict[str, Any] = {**PLAIN, "tools": [tool], "conversation": client.conversations.create().id}
+    (call,) = client.responses.create(**fields, input="What is the weather in Paris?").output
     assert call.type == "function_call"
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": '{"temperature": 21}'}
-    assert "21" in client.responses.create(**asked, input=[result]).output_text
+    assert "21" in client.responses.create(**fields, input=[result]).output_text
 
 
-def test_what_was_said_is_kept_where_the_response_is_not(client: openai.OpenAI) -> None:
+def test_conversation_keeps_items_of_unstored_response(client: openai.OpenAI) -> None:
     conversation = client.conversations.create().id
     response = client.responses.create(**PLAIN, input=CAPITAL, conversation=conversation, store=False)
     assert response.store is False and len(texts(client, conversation)) == 2
@@ -128,11 +130,11 @@ def test_what_was_said_is_kept_where_the_response_is_not(client: openai.OpenAI) 
         client.responses.retrieve(response.id)
 
 
-def test_what_is_wrong_with_a_conversation(client: openai.OpenAI, served: Served) -> None:
+def test_invalid_conversation_requests_are_rejected(client: openai.OpenAI, served: Served) -> None:
     conversation = client.conversations.create().id
-    kept = client.responses.create(**PLAIN, input=CAPITAL)
+    stored = client.responses.create(**PLAIN, input=CAPITAL)
     user = {"type": "message", "role": "user", "content": "x"}
-    for call, words in (
+    for call, message in (
         (lambda: client.conversations.create(items=[user] * 21), "items"),  # type: ignore[list-item]
         (lambda: client.conversations.create(metadata={"k": "v" * 513}), "metadata"),
         (lambda: client.conversations.items.create(conversation, items=[]), "items"),
@@ -142,18 +144,18 @@ def test_what_is_wrong_with_a_conversation(client: openai.OpenAI, served: Served
         ),
         (
             lambda: client.responses.create(
-                **PLAIN, input="?", conversation=conversation, previous_response_id=kept.id
+                **PLAIN, input="?", conversation=conversation, previous_response_id=stored.id
             ),
             "cannot be combined with conversation",
         ),
     ):
-        with pytest.raises(openai.BadRequestError, match=words):
+        with pytest.raises(openai.BadRequestError, match=message):
             call()  # type: ignore[no-untyped-call]
-    with pytest.raises(openai.NotFoundError):  # another key's
+    with pytest.raises(openai.NotFoundError):  # a conversation of another key
         client_of(served, KEYS[1]).conversations.retrieve(conversation)
 
 
-def test_without_storage() -> None:
+def test_stored_objects_are_unavailable_without_storage_dir() -> None:
     with Served("--num-gpu-blocks-override", "100") as server:
         client = client_of(server, "none")
         for call in (

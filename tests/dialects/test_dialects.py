@@ -1,4 +1,4 @@
-"""One server in every dialect: the same answers, errors in each one's shape, and nothing lost when clients leave."""
+"""All dialects on one server: equal answers, errors in the dialect's format, and no leaks when clients disconnect."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
 import tritonclient.http as triton_http
 from serving import Served
-from storm import page, soon
+from storm import eventually, read_metrics
 
 PROMPT, TOKENS = "The story of a fox:", 14
 QUESTION = [{"role": "user", "content": "What is the capital of Canada?"}]
@@ -40,13 +40,13 @@ def post(served: Served, path: str, headers: dict[str, str] | None = None, **bod
     return answer.json()
 
 
-def tensors(module: Any, given: dict[str, tuple[str, Any]]) -> list[Any]:
+def tensors(module: Any, inputs: dict[str, tuple[str, Any]]) -> list[Any]:
     kinds = {"BYTES": object, "INT32": np.int32, "FP32": np.float32, "BOOL": bool}
-    made = []
-    for name, (kind, value) in given.items():
+    result = []
+    for name, (kind, value) in inputs.items():
         array = np.array([[value.encode() if isinstance(value, str) else value]], dtype=kinds[kind])
-        made.append(module.InferInput(name, list(array.shape), kind).set_data_from_numpy(array))
-    return made
+        result.append(module.InferInput(name, list(array.shape), kind).set_data_from_numpy(array))
+    return result
 
 
 ENSEMBLE = {"text_input": ("BYTES", PROMPT), "max_tokens": ("INT32", TOKENS), "temperature": ("FP32", 0.0)}
@@ -65,18 +65,18 @@ def kserve_grpc(served: Served) -> str:
 
 
 def paddle_grpc(served: Served, input_ids: list[int]) -> dict[str, Any]:
-    asked = {"input_ids": input_ids, "max_dec_len": TOKENS, "temperature": 0}
-    made = triton.InferInput("IN", [1], "BYTES")
-    made.set_data_from_numpy(np.array([json.dumps([asked]).encode()], dtype=object))
+    request = {"input_ids": input_ids, "max_dec_len": TOKENS, "temperature": 0}
+    tensor = triton.InferInput("IN", [1], "BYTES")
+    tensor.set_data_from_numpy(np.array([json.dumps([request]).encode()], dtype=object))
     with triton.InferenceServerClient(grpc_of(served)) as client:
-        (found,) = json.loads(client.infer("model", [made]).as_numpy("OUT")[0])
+        (found,) = json.loads(client.infer("model", [tensor]).as_numpy("OUT")[0])
     return dict(found)
 
 
-def test_one_request_gives_the_same_in_every_dialect(served: Served) -> None:
+def test_all_dialects_return_same_completion(served: Served) -> None:
     greedy = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}
-    openais = post(served, "/v1/completions", **greedy, return_token_ids=True)["choices"][0]
-    prompt_ids, ids, text = openais["prompt_token_ids"], openais["token_ids"], openais["text"]
+    openai_choice = post(served, "/v1/completions", **greedy, return_token_ids=True)["choices"][0]
+    prompt_ids, ids, text = openai_choice["prompt_token_ids"], openai_choice["token_ids"], openai_choice["text"]
     assert len(ids) == TOKENS and text
     assert post(served, "/v1/completions", BARE, **greedy)["choices"][0]["text"] == text  # BladeLLM
     assert post(served, "/generate", **greedy)["text"] == [PROMPT + text]  # vLLM
@@ -84,10 +84,10 @@ def test_one_request_gives_the_same_in_every_dialect(served: Served) -> None:
     assert post(served, "/v1/completions", **native, input_ids=prompt_ids)["result"] == text  # PaddleNLP
     over_grpc = paddle_grpc(served, prompt_ids)
     assert (over_grpc["token"], over_grpc["token_ids"]) == (text, ids)
-    triton_asked = {"text_input": PROMPT, "max_tokens": TOKENS, "temperature": 0.0}
-    assert post(served, "/v2/models/ensemble/generate", **triton_asked)["text_output"] == text
+    triton_request = {"text_input": PROMPT, "max_tokens": TOKENS, "temperature": 0.0}
+    assert post(served, "/v2/models/ensemble/generate", **triton_request)["text_output"] == text
     assert kserve_http(served) == kserve_grpc(served) == text
-    of_ids = {
+    ids_request = {
         "inputs": [
             {"name": "input_ids", "datatype": "INT32", "shape": [1, len(prompt_ids)], "data": prompt_ids},
             {"name": "input_lengths", "datatype": "INT32", "shape": [1, 1], "data": [len(prompt_ids)]},
@@ -95,11 +95,13 @@ def test_one_request_gives_the_same_in_every_dialect(served: Served) -> None:
             {"name": "temperature", "datatype": "FP32", "shape": [1, 1], "data": [0.0]},
         ]
     }
-    outputs = {out["name"]: out["data"] for out in post(served, "/v2/models/tensorrt_llm/infer", **of_ids)["outputs"]}
+    outputs = {
+        out["name"]: out["data"] for out in post(served, "/v2/models/tensorrt_llm/infer", **ids_request)["outputs"]
+    }
     assert outputs["output_ids"][-TOKENS:] == ids
 
 
-def test_one_chat_gives_the_same_in_every_dialect(served: Served) -> None:
+def test_all_dialects_return_same_chat_answer(served: Served) -> None:
     greedy = {"model": "default", "temperature": 0}
     text = post(served, "/v1/chat/completions", **greedy, max_tokens=60, messages=QUESTION)["choices"][0]["message"]
     content = text["content"]
@@ -123,18 +125,18 @@ WRONG: dict[str, tuple[str, dict[str, str], dict[str, Any], str]] = {
     "Anthropic": ("/v1/messages", {}, {"max_tokens": 4, "messages": QUESTION, "top_p": 7}, "error.message"),
     "Responses": ("/v1/responses", {}, {"input": "x", "top_p": 7}, "error.message"),
 }
-"""By dialect: path, headers, body, and where its errors have their words."""
+"""By dialect: path, headers, invalid body, and path of the message in the error."""
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_told_in_each_shape(served: Served, name: str) -> None:
+def test_errors_have_format_of_dialect(served: Served, name: str) -> None:
     path, headers, body, where = WRONG[name]
     answer = httpx.post(served.root + path, json=body, headers=headers, timeout=60)
-    assert answer.status_code == (200 if name == "PaddleNLP" else 400)  # which has its number within
-    words = answer.json()
+    assert answer.status_code == (200 if name == "PaddleNLP" else 400)  # PaddleNLP's errors have status 200
+    message = answer.json()
     for key in filter(None, where.split(".")):
-        words = words[key]
-    assert re.search("top_?p", str(words))
+        message = message[key]
+    assert re.search("top_?p", str(message))
     broken = httpx.post(served.root + path, content=b"{", headers=headers, timeout=60)
     assert broken.status_code == 400 and "JSON" in broken.text
 
@@ -166,10 +168,10 @@ async def leave_http(served: Served, client: httpx.AsyncClient, name: str, after
 
 
 async def leave_grpc(served: Served, after: int) -> None:
-    asked = ENSEMBLE | {"max_tokens": ("INT32", 900), "min_length": ("INT32", 900), "stream": ("BOOL", True)}
+    inputs = ENSEMBLE | {"max_tokens": ("INT32", 900), "min_length": ("INT32", 900), "stream": ("BOOL", True)}
 
     async def requests() -> AsyncIterator[dict[str, Any]]:
-        yield {"model_name": "ensemble", "inputs": tensors(triton_aio, asked)}
+        yield {"model_name": "ensemble", "inputs": tensors(triton_aio, inputs)}
 
     async with triton_aio.InferenceServerClient(grpc_of(served)) as client:
         stream = client.stream_infer(requests())
@@ -181,7 +183,7 @@ async def leave_grpc(served: Served, after: int) -> None:
                 return
 
 
-def test_clients_of_all_dialects_leave_and_nothing_is_lost(served: Served) -> None:
+def test_disconnected_clients_of_all_dialects_free_kv_blocks(served: Served) -> None:
     rng = random.Random(0)
 
     async def storm() -> None:
@@ -196,10 +198,10 @@ def test_clients_of_all_dialects_leave_and_nothing_is_lost(served: Served) -> No
             await asyncio.gather(*(leave() for leave in leaving))
 
         async def quiet() -> None:
-            found = await page(served)
+            found = await read_metrics(served)
             assert (found["penstock:num_requests_open"], found["penstock:kv_cache_usage_perc"]) == (0, 0)
 
-        await soon(quiet, 30)
+        await eventually(quiet, 30)
 
     asyncio.run(storm())
-    test_one_request_gives_the_same_in_every_dialect(served)
+    test_all_dialects_return_same_completion(served)

@@ -1,4 +1,4 @@
-"""Failures before a request is parsed have the error format of the dialect that its path, headers or profile tells."""
+"""Failures before a request is parsed have the error format of the dialect of its path, headers or profile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEY = {"authorization": "Bearer key"}
 LIMIT = 20_000
 FLAGS = ("--num-gpu-blocks-override", "200", "--max-body-size", str(LIMIT), "--max-header-size", "4000")
 BY_BODY = ("/generate", "/tokenize")
-"""Paths whose dialect the body alone tells: until it is read, the format is vLLM's."""
+"""Paths whose dialect depends on the body: until it is read, errors have vLLM's format."""
 WRONG = {"max_tokens": "many", "stream": "maybe", "messages": 5, "inputs": 5, "input": 5, "prompt": 5}
 """A body that no dialect accepts."""
 
@@ -61,7 +61,7 @@ def served() -> Iterator[Served]:
 
 
 def shape(document: Any) -> Any:
-    """The members of a document at every depth that a client reads of an error."""
+    """Return the structure of an error: member names and kinds of values, without optional members."""
     if isinstance(document, dict):
         return {key: shape(value) for key, value in document.items() if key not in ("param", "code", "created", "id")}
     return type(document).__name__ if isinstance(document, str) else "value"
@@ -76,19 +76,19 @@ def has(document: Any, member: str) -> bool:
 
 
 def raw(served: Served, path: str, *lines: str, body: str = "") -> httpx.Response:
-    """Send a POST request that no client library would."""
+    """Send a malformed POST request that no client library sends."""
     host, _, port = served.root.rpartition("/")[2].partition(":")
-    with socket.create_connection((host, int(port)), timeout=60) as made:
-        made.sendall("\r\n".join([f"POST {path} HTTP/1.1", *lines, "connection: close", "", body]).encode())
-        heard = b""
-        while more := made.recv(2**16):
-            heard += more
-    head, _, content = heard.partition(b"\r\n\r\n")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall("\r\n".join([f"POST {path} HTTP/1.1", *lines, "connection: close", "", body]).encode())
+        received = b""
+        while more := connection.recv(2**16):
+            received += more
+    head, _, content = received.partition(b"\r\n\r\n")
     return httpx.Response(int(head.split()[1]), content=content)
 
 
 def early_failures(served: Served, client: httpx.Client, path: str, key: dict[str, str]) -> dict[str, httpx.Response]:
-    """Answers to requests that fail before their body is understood."""
+    """Return the answers to requests that fail before their body is parsed, by kind of failure."""
     line = [f"{name}: {value}" for name, value in key.items()]
     failures = {
         "wrong method": client.put(path, json={}, headers=key),
@@ -105,8 +105,8 @@ def early_failures(served: Served, client: httpx.Client, path: str, key: dict[st
     return failures
 
 
-def test_early_failures_of_every_route_have_its_format(served: Served) -> None:
-    """That of an error that is found in the body."""
+def test_early_failures_of_each_route_have_its_error_format(served: Served) -> None:
+    """The format is that of an error found in the body."""
     compared = 0
     with httpx.Client(base_url=served.root, timeout=60) as client:
         paths = client.get("/openapi.json", headers=KEY).json()["paths"]
@@ -116,7 +116,7 @@ def test_early_failures_of_every_route_have_its_format(served: Served) -> None:
                 continue
             for name, answer in early_failures(served, client, path, KEY).items():
                 if path.endswith(("register", "unregister", "/logging", "/setting")) and answer.status_code == 200:
-                    continue  # whose body is not read
+                    continue  # the body is not read
                 assert answer.status_code >= 400, (path, name)
                 assert shape(answer.json()) == shape(late.json()), (path, name, answer.text, late.text)
                 compared += 1
@@ -124,15 +124,15 @@ def test_early_failures_of_every_route_have_its_format(served: Served) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_error_has_its_dialect(served: Served, name: str) -> None:
-    """The members by which these tests tell dialects apart."""
+def test_errors_have_distinguishing_member_of_dialect(served: Served, name: str) -> None:
+    """Checks the members by which these tests distinguish dialects."""
     case = CASES[name]
     answer = httpx.post(served.root + case.path, json=case.body, headers={**KEY, **case.headers})
     assert has(answer.json(), case.member), answer.text
 
 
 @pytest.mark.parametrize("profile", ["paddlenlp", "bladellm"])
-def test_early_failures_have_the_format_of_the_profile(profile: str) -> None:
+def test_early_failures_have_error_format_of_profile(profile: str) -> None:
     with served_with("--compat", profile, "--model", "", "--host", "127.0.0.1") as server:
         case = CASES[profile]
         late = httpx.post(server.root + case.path, json=case.body)
@@ -141,11 +141,11 @@ def test_early_failures_have_the_format_of_the_profile(profile: str) -> None:
             for name, answer in early_failures(server, client, case.path, {}).items():
                 assert shape(answer.json()) == shape(late.json()), (name, answer.text)
             refused = client.post("/v1/messages", content=b"{")
-            assert has(refused.json(), CASES["anthropic"].member), "other paths keep theirs"
+            assert has(refused.json(), CASES["anthropic"].member), "other paths keep their dialect"
 
 
-def test_requests_after_an_engine_has_died_fail_in_their_dialect() -> None:
-    """Without a limit of bodies that is set: the default depends on the engine."""
+def test_errors_after_engine_death_have_format_of_dialect() -> None:
+    """The body limit is not set, because its default depends on the engine."""
     with Served("--num-gpu-blocks-override", "200") as server, httpx.Client(base_url=server.root, timeout=60) as client:
         good = {
             "paddlenlp": {"text": "a", "max_dec_len": 1},

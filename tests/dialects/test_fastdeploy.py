@@ -1,4 +1,4 @@
-"""FastDeploy's parameters: each acts, is ignored with a reason in the log, or is refused by name."""
+"""FastDeploy's parameters: each takes effect, is ignored with a reason in the log, or is rejected by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from serving import Served, free_ports, within
+from serving import Served, free_ports, run_in_process
 
 from penstock import LLM, GuidedDecodingParams, PenstockError, SamplingParams
 from penstock.cli.main import main
@@ -23,31 +23,32 @@ MESSAGES = [{"role": "user", "content": "What is the capital of Canada?"}]
 
 
 def configured(*flags: str) -> dict[str, Any]:
-    found = within(main, "config", "--json", "--compat", "fastdeploy", *flags)
+    """Settings of ``penstock config``, and its log as ``stderr``."""
+    found = run_in_process(main, "config", "--json", "--compat", "fastdeploy", *flags)
     assert found.returncode == 0, found
-    return {name: setting["value"] for name, setting in json.loads(found.stdout).items()} | {"said": found.stderr}
+    return {name: setting["value"] for name, setting in json.loads(found.stdout).items()} | {"stderr": found.stderr}
 
 
 @pytest.mark.row("fastdeploy", "ports 8002 and 8003 between its processes", "engine_worker_queue_port")
 @pytest.mark.row("fastdeploy", "cache_queue_port", "enable_mm")
-def test_a_server_with_its_ports_answers_as_it_does(tmp_path: Path) -> None:
+def test_server_with_fastdeploy_ports_answers(tmp_path: Path) -> None:
     flags = "--metrics-port 0 --engine-worker-queue-port 8002 --cache-queue-port 8003 --num-gpu-blocks-override 172"
     flags += f" --enable-mm --log-file {tmp_path / 'log'} --compat fastdeploy"
     with Served(*flags.split()) as served:
         client = openai.OpenAI(base_url=served.url, api_key="none")
-        asked: dict[str, Any] = {"model": "default", "messages": MESSAGES, "temperature": 0}
-        answer = client.chat.completions.create(**asked)
+        fields: dict[str, Any] = {"model": "default", "messages": MESSAGES, "temperature": 0}
+        answer = client.chat.completions.create(**fields)
         assert answer.choices[0].message.content == "The capital of Canada is Ottawa."
         with pytest.raises(openai.BadRequestError, match="logprobs: is disabled on this server"):
             next(iter(client.completions.create(model="default", prompt="x", logprobs=1, stream=True)))
         best = client.completions.create(model="default", prompt="x", n=1, extra_body={"best_of": 2})
-        assert len(best.choices) == 1, "which looks at log probabilities itself"
+        assert len(best.choices) == 1, "best_of needs log probabilities only internally"
         for name in ("cache_queue_port", "enable_mm"):
             assert any(f"--{name} has no meaning here and is ignored" in line for line in served.lines), name
         assert f"--{name} has no meaning here" in (tmp_path / "log").read_text()
 
 
-def test_defaults_are_its_own() -> None:
+def test_defaults_are_fastdeploys() -> None:
     found = configured()
     expected = {
         "port": 8000,
@@ -73,7 +74,7 @@ def test_defaults_are_its_own() -> None:
         "use_warmup": False,
         "log_file": "log/fastdeploy.log",
     }
-    assert found == found | expected and not found["said"]
+    assert found == found | expected and not found["stderr"]
 
 
 @pytest.mark.row("fastdeploy", "max_waiting_time", "max_concurrency", "port", "metrics_port", "guided_decoding_backend")
@@ -101,7 +102,7 @@ def test_defaults_are_its_own() -> None:
     "speculative_config",
     "enable_logprob",
 )
-def test_every_parameter_has_its_meaning() -> None:
+def test_each_parameter_sets_its_option() -> None:
     flags = "--port 8180 --metrics_port 8181 --max-waiting-time 5 --max-concurrency 100 --max-model-len 8192"
     flags += " --tensor-parallel-size 1 --data-parallel-size 1 --block-size 32 --max-num-seqs 16 --tokenizer /tokenizer"
     flags += " --quantization wint4 --gpu-memory-utilization 0.8 --num-gpu-blocks-override 90 --kv-cache-ratio 0.5"
@@ -109,8 +110,8 @@ def test_every_parameter_has_its_meaning() -> None:
     flags += " --max-long-partial-prefills 2 --static-decode-blocks 3 --reasoning-parser ernie-x1"
     flags += " --guided-decoding-backend xgrammar --guided-decoding-disable-any-whitespace --enable-logprob"
     flags += " --splitwise-role mixed --dynamic-load-weight 0 --use-warmup 1"
-    guesses = '{"method": "ngram", "num_speculative_tokens": 2}'
-    found = configured(*flags.split(), "--speculative-config", guesses)
+    speculation = '{"method": "ngram", "num_speculative_tokens": 2}'
+    found = configured(*flags.split(), "--speculative-config", speculation)
     expected = {
         "port": 8180,
         "metrics_port": 8181,
@@ -137,26 +138,26 @@ def test_every_parameter_has_its_meaning() -> None:
         "reasoning_parser": "ernie",
         "guided_decoding_backend": "xgrammar",
         "guided_decoding_disable_any_whitespace": True,
-        "speculative_config": guesses,
+        "speculative_config": speculation,
         "enable_logprob": True,
         "use_warmup": True,
     }
-    assert found == found | expected and not found["said"]
-    own = configured(
+    assert found == found | expected and not found["stderr"]
+    explicit = configured(
         "--enable-chunked-prefill", "--long-prefill-token-threshold", "99", "--max-num-batched-tokens", "7"
     )
-    assert (own["long_prefill_token_threshold"], own["max_num_batched_tokens"]) == (99, 7)
+    assert (explicit["long_prefill_token_threshold"], explicit["max_num_batched_tokens"]) == (99, 7)
 
 
 @pytest.mark.row("fastdeploy", "splitwise_role", "innode_prefill_ports", "engine_worker_queue_port", "pd_comm_port")
 @pytest.mark.row("fastdeploy", "cache_transfer_protocol", "rdma_comm_ports", "router", "scheduler_name")
-def test_separate_instances_are_set_up_by_their_ports() -> None:
+def test_prefill_and_decode_instances_are_configured_by_ports() -> None:
     common = "--cache-transfer-protocol rdma,ipc --rdma-comm-ports 7671,7672"
     prefill = configured(*f"--splitwise-role prefill --engine-worker-queue-port 8182 {common}".split())
     assert (prefill["role"], prefill["engine_address"]) == ("prefill", "0.0.0.0:8182")
     assert (
         "--rdma_comm_ports has no meaning here and is ignored: KV is transferred through shared memory"
-        in prefill["said"]
+        in prefill["stderr"]
     )
     decode = configured(*"--splitwise-role decode --innode-prefill-ports 8182,8190 --scheduler-name local".split())
     assert (decode["role"], decode["prefill_instances"]) == ("decode", ["127.0.0.1:8182", "127.0.0.1:8190"])
@@ -168,8 +169,8 @@ def test_separate_instances_are_set_up_by_their_ports() -> None:
 
 
 @pytest.mark.row("fastdeploy", "python -m fastdeploy.router.launch")
-def test_a_decode_instance_with_its_prefill_instance_on_one_machine(tmp_path: Path) -> None:
-    """As FastDeploy's page starts them: clients ask the decode instance."""
+def test_decode_instance_works_with_prefill_instance_on_same_machine(tmp_path: Path) -> None:
+    """The instances are started as in FastDeploy's documentation; clients send requests to the decode instance."""
     environment = {"XDG_CONFIG_HOME": str(tmp_path)}
     (port,) = free_ports(1)
     common = ("--compat", "fastdeploy", "--metrics-port", "0", "--num-gpu-blocks-override", "172")
@@ -178,21 +179,21 @@ def test_a_decode_instance_with_its_prefill_instance_on_one_machine(tmp_path: Pa
     started = [Served(*f"{role} {port}".split(), *common, environment=environment) for role in roles]
     with started[0] as prefill, started[1] as decode:
         decode.find(rf"the prefill instance at 127.0.0.1:{port} has joined")
-        asked = {"model": "default", "messages": MESSAGES, "temperature": 0}
+        body = {"model": "default", "messages": MESSAGES, "temperature": 0}
         for served in (decode, prefill):
-            answer = httpx.post(f"{served.url}/chat/completions", json=asked).json()
+            answer = httpx.post(f"{served.url}/chat/completions", json=body).json()
             assert answer["choices"][0]["message"]["content"] == "The capital of Canada is Ottawa."
     assert main(["shims", str(tmp_path / "shims"), "fastdeploy"]) == 0
     command = (sys.executable, "-m", "fastdeploy.router.launch", "--splitwise", "--engine-address", "127.0.0.1:1")
     path = {"PYTHONPATH": str(tmp_path / "shims" / "modules")}
-    said = subprocess.run(
+    router = subprocess.run(
         command, cwd=tmp_path / "shims", env=os.environ | path, capture_output=True, text=True, check=False
     )
-    assert "engine_address: a router has no engine" in said.stderr
+    assert "engine_address: a router has no engine" in router.stderr
 
 
 @pytest.mark.row("fastdeploy", "use_cudagraph", "graph_optimization_config")
-def test_cuda_graphs() -> None:
+def test_cuda_graph_parameters_set_options() -> None:
     assert configured()["enforce_eager"] is False
     assert configured("--use-cudagraph")["enforce_eager"] is False
     chosen = '{"use_cudagraph": false, "graph_opt_level": 1, "cudagraph_capture_sizes": [1, 3, 5]}'
@@ -205,15 +206,15 @@ def test_cuda_graphs() -> None:
     "enable_mm",
     "enable_custom_all_reduce",
 )
-def test_what_has_no_meaning_here_is_said() -> None:
+def test_ignored_parameters_are_reported() -> None:
     switches = ["enable-mm", "enable-custom-all-reduce"]
-    said = configured(*[f"--{name}" for name in switches])["said"]
+    output = configured(*[f"--{name}" for name in switches])["stderr"]
     for name in switches:
-        assert f"--{name.replace('-', '_')} has no meaning here and is ignored: " in said
+        assert f"--{name.replace('-', '_')} has no meaning here and is ignored: " in output
 
 
 @pytest.mark.row("fastdeploy", "mm_processor_kwargs", "limit_mm_per_prompt")
-def test_limits_of_images() -> None:
+def test_image_and_video_limits_are_converted() -> None:
     kwargs = '{"image_min_pixels": 3136, "image_max_pixels": 9408, "video_fps": 2, "video_target_frames": -1}'
     found = configured("--mm-processor-kwargs", kwargs, "--limit-mm-per-prompt", '{"image": 10, "video": 3}')
     images, videos = {"min_pixels": 3136, "max_pixels": 9408}, {"fps": 2}
@@ -222,13 +223,13 @@ def test_limits_of_images() -> None:
 
 
 @pytest.mark.row("fastdeploy", "enable_expert_parallel")
-def test_ranks_may_have_whole_experts() -> None:
+def test_expert_parallelism_is_enabled_by_parameter() -> None:
     assert configured("--enable-expert-parallel")["enable_expert_parallel"] is True
 
 
 @pytest.mark.row("fastdeploy", "other parameters")
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         ("--tensor-parallel-size 0", "--tensor-parallel-size: "),
         ("--splitwise-role both", "--splitwise_role: 'both' is wrong: it is not one of mixed, prefill, decode"),
@@ -245,12 +246,12 @@ def test_ranks_may_have_whole_experts() -> None:
         ("--max-num-sequence 8", "unknown argument --max-num-sequence; did you mean --max-num-seqs?"),
     ],
 )
-def test_what_is_not_possible_is_refused_by_name(capsys: pytest.CaptureFixture[str], flags: str, words: str) -> None:
+def test_invalid_parameter_is_rejected_by_name(capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:
     assert main(["config", "--compat", "fastdeploy", *flags.split()]) == 2
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_llm_takes_the_same_names(caplog: pytest.LogCaptureFixture) -> None:
+def test_llm_takes_parameters_of_server(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         llm = LLM(
             compat="fastdeploy",
@@ -287,23 +288,30 @@ def test_llm_takes_the_same_names(caplog: pytest.LogCaptureFixture) -> None:
             "speculative_config: model cannot be set with the method mtp",
         ),
     ]
-    for wrong, words in refusals:
-        with pytest.raises(PenstockError, match=words):
+    for wrong, message in refusals:
+        with pytest.raises(PenstockError, match=message):
             LLM(compat="fastdeploy", **wrong)
 
 
-def test_llm_returns_results_with_its_attributes() -> None:
-    """Those of ``RequestOutput``, ``CompletionOutput`` and ``RequestMetrics`` in FastDeploy's documentation."""
+def test_llm_results_have_fastdeploy_attributes() -> None:
+    """Attributes of ``RequestOutput``, ``CompletionOutput`` and ``RequestMetrics`` in FastDeploy's documentation."""
     llm = LLM(compat="fastdeploy", num_gpu_blocks_override=64)
     sampling = SamplingParams(temperature=0, max_tokens=40)
     (output,) = llm.chat(MESSAGES, sampling, use_tqdm=False)
     found: Any = output.outputs
     assert (found.text, found.reasoning_content, found.tool_calls) == ("The capital of Canada is Ottawa.", None, None)
     assert (found.index, found.send_idx, found.completion_tokens) == (0, 0, found.text)
-    assert found.token_ids == output.outputs[0].token_ids and found.logprobs is None, "as one sequence and as a list"
-    named: Any = output
-    assert (named.error_code, named.error_msg, output.finished, output.num_cached_tokens) == (200, None, True, 0)
-    metrics = named.metrics
+    assert found.token_ids == output.outputs[0].token_ids and found.logprobs is None, (
+        "outputs works as one sequence and as a list"
+    )
+    untyped_output: Any = output
+    assert (untyped_output.error_code, untyped_output.error_msg, output.finished, output.num_cached_tokens) == (
+        200,
+        None,
+        True,
+        0,
+    )
+    metrics = untyped_output.metrics
     assert metrics.arrival_time <= metrics.inference_start_time and metrics.first_token_time > 0
     assert metrics.time_in_queue == pytest.approx(metrics.inference_start_time - metrics.arrival_time, abs=1e-3)
     thinking: list[Any] = llm.chat(MESSAGES, sampling, use_tqdm=False, chat_template_kwargs={"enable_thinking": True})
@@ -311,10 +319,10 @@ def test_llm_returns_results_with_its_attributes() -> None:
     assert thinking[0].outputs.reasoning_content == message.reasoning_content
     assert thinking[0].outputs.text == message.content
     continued: list[Any] = llm.generate(["Once", "Twice"], sampling, use_tqdm=False)
-    assert [one.outputs.text for one in continued] == [one.outputs[0].text for one in continued]
+    assert [result.outputs.text for result in continued] == [result.outputs[0].text for result in continued]
 
 
-def test_its_python_module_has_its_arguments_and_defaults() -> None:
+def test_fastdeploy_module_has_documented_arguments_and_defaults() -> None:
     llm = fastdeploy.LLM(model="", num_gpu_blocks_override=64)
     default = fastdeploy.SamplingParams()
     assert (default.max_tokens, default.min_tokens, default.temperature) == (None, 1, 1.0)

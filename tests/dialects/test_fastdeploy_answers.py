@@ -1,4 +1,4 @@
-"""FastDeploy's answers field by field: whole answers have every field, null without a value; chunks what it sets."""
+"""Fields of FastDeploy's answers: whole answers have all fields (null if unset), chunks only those that are set."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from serving import Served
 
 CHAT = {"messages": [{"role": "user", "content": "What is the capital of Canada?"}]}
 PROMPT = {"prompt": "The capital of Canada"}
-EVERY = "id object created model choices usage"
+ANSWER = "id object created model choices usage"
 MESSAGE = "role content multimodal_content reasoning_content audio_content tool_calls"
 IDS = "prompt_token_ids completion_token_ids prompt_tokens completion_tokens"
 WHOLE = {
@@ -29,7 +29,7 @@ CHUNK = {
     "completions": "index text prompt_token_ids completion_token_ids tool_calls completion_tokens reasoning_content"
     " arrival_time logprobs prompt_logprobs draft_logprobs speculate_metrics",
 }
-"""Fields of a choice in a chunk, without ``finish_reason``, which is in the last one alone."""
+"""Fields of a choice in a chunk, without ``finish_reason``, which only the last chunk has."""
 FIRST_DELTA = "role content reasoning_content tool_calls prompt_token_ids completion_token_ids"
 DELTA = "content reasoning_content tool_calls prompt_token_ids completion_token_ids completion_tokens"
 FIRST_COMPLETION = "index text prompt_token_ids prompt_logprobs prompt_tokens completion_token_ids"
@@ -65,14 +65,14 @@ def fields(names: str) -> set[str]:
 
 
 @pytest.mark.parametrize(("path", "with_ids", "logprobs"), itertools.product(WHOLE, (False, True), (False, True)))
-def test_whole_answers_have_every_field(served: Served, path: str, with_ids: bool, logprobs: bool) -> None:
+def test_whole_answer_has_all_fields(served: Served, path: str, with_ids: bool, logprobs: bool) -> None:
     chat = path == "chat/completions"
-    asked: dict[str, Any] = {**(CHAT if chat else PROMPT), "temperature": 0, "max_tokens": 6}
-    asked |= {"return_token_ids": True} if with_ids else {}
+    body: dict[str, Any] = {**(CHAT if chat else PROMPT), "temperature": 0, "max_tokens": 6}
+    body |= {"return_token_ids": True} if with_ids else {}
     if logprobs:
-        asked |= {"logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1} if chat else {"logprobs": 2}
-    answer = post(served, path, asked)
-    assert answer.keys() == fields(EVERY)
+        body |= {"logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1} if chat else {"logprobs": 2}
+    answer = post(served, path, body)
+    assert answer.keys() == fields(ANSWER)
     (choice,) = answer["choices"]
     assert choice.keys() == fields(WHOLE[path])
     assert (choice["logprobs"] is not None) == logprobs
@@ -87,8 +87,8 @@ def test_whole_answers_have_every_field(served: Served, path: str, with_ids: boo
     if with_ids:
         assert len(holder["prompt_token_ids"]) == answer["usage"]["prompt_tokens"]
         assert len(holder["completion_token_ids"]) == answer["usage"]["completion_tokens"]
-        asked_text = CHAT["messages"][0]["content"] if chat else PROMPT["prompt"]
-        assert asked_text in holder["prompt_tokens"]
+        prompt = CHAT["messages"][0]["content"] if chat else PROMPT["prompt"]
+        assert prompt in holder["prompt_tokens"]
         assert (choice["message"]["content"] if chat else choice["text"]) in holder["completion_tokens"]
     usage = answer["usage"]
     assert usage.keys() == fields(
@@ -101,14 +101,14 @@ def test_whole_answers_have_every_field(served: Served, path: str, with_ids: boo
 
 @pytest.mark.row("fastdeploy", "stream_options")
 @pytest.mark.parametrize(("path", "with_ids", "logprobs"), itertools.product(CHUNK, (False, True), (False, True)))
-def test_chunks_have_what_fastdeploy_sets(served: Served, path: str, with_ids: bool, logprobs: bool) -> None:
+def test_chunks_have_fields_that_fastdeploy_sets(served: Served, path: str, with_ids: bool, logprobs: bool) -> None:
     chat = path == "chat/completions"
-    asked: dict[str, Any] = {**(CHAT if chat else PROMPT), "temperature": 0, "max_tokens": 6}
-    asked |= {"return_token_ids": True} if with_ids else {}
+    body: dict[str, Any] = {**(CHAT if chat else PROMPT), "temperature": 0, "max_tokens": 6}
+    body |= {"return_token_ids": True} if with_ids else {}
     if logprobs:
-        asked |= {"logprobs": True, "top_logprobs": 1} if chat else {"logprobs": 1}
-    whole = post(served, path, asked)["choices"][0]
-    *chunks, last = stream(served, path, asked | {"stream_options": {}})
+        body |= {"logprobs": True, "top_logprobs": 1} if chat else {"logprobs": 1}
+    whole = post(served, path, body)["choices"][0]
+    *chunks, last = stream(served, path, body | {"stream_options": {}})
     assert last["choices"] == [] and last["usage"]["total_tokens"] > 0, "include_usage is true by default"
     choices = [chunk["choices"][0] for chunk in chunks]
     assert all("usage" not in chunk for chunk in chunks)
@@ -137,7 +137,9 @@ def test_chunks_have_what_fastdeploy_sets(served: Served, path: str, with_ids: b
     if with_ids:
         assert prompt["prompt_token_ids"] == holder["prompt_token_ids"]
         assert prompt["prompt_tokens"] == holder["prompt_tokens"]
-        assert [one for delta in deltas for one in delta["completion_token_ids"]] == holder["completion_token_ids"]
+        assert [token_id for delta in deltas for token_id in delta["completion_token_ids"]] == holder[
+            "completion_token_ids"
+        ]
         assert "".join(delta["completion_tokens"] for delta in deltas) == holder["completion_tokens"]
     else:
         assert all(null(delta) >= fields("completion_token_ids completion_tokens") for delta in deltas)
@@ -145,13 +147,13 @@ def test_chunks_have_what_fastdeploy_sets(served: Served, path: str, with_ids: b
 
 @pytest.mark.parametrize("path", WHOLE)
 @pytest.mark.parametrize("model", ["", "ERNIE-4.5", "!@#", "default", None])
-def test_model_is_not_checked(served: Served, path: str, model: str | None) -> None:
-    asked = {**CHAT, **PROMPT} if path == "completions" else CHAT
-    answer = post(served, path, {**asked, "model": model, "max_tokens": 2})
+def test_model_field_is_ignored_by_default(served: Served, path: str, model: str | None) -> None:
+    body = {**CHAT, **PROMPT} if path == "completions" else CHAT
+    answer = post(served, path, {**body, "model": model, "max_tokens": 2})
     assert answer["model"] == served.name
 
 
-def test_model_is_checked_where_the_server_has_a_name(tmp_path: Path) -> None:
+def test_model_field_is_checked_with_served_model_name(tmp_path: Path) -> None:
     flags = "--compat fastdeploy --metrics-port 0 --num-gpu-blocks-override 64 --served-model-name ernie --log-file"
     with Served(*flags.split(), str(tmp_path / "log")) as served:
         refused = post(served, "chat/completions", {**CHAT, "model": "another"}, 404)["error"]
@@ -168,24 +170,26 @@ def test_model_is_checked_where_the_server_has_a_name(tmp_path: Path) -> None:
         ("completions", {"prompt": "word " * 3000}, "prompt", "context_length_exceeded"),
     ],
 )
-def test_errors_have_its_codes(served: Served, path: str, wrong: dict[str, Any], param: str, code: str) -> None:
+def test_invalid_request_gets_fastdeploy_error_code(
+    served: Served, path: str, wrong: dict[str, Any], param: str, code: str
+) -> None:
     error = post(served, path, wrong, 400)["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
 
 
-def test_metadata_has_parameters_that_the_request_lacks(served: Served) -> None:
-    asked: dict[str, Any] = {**CHAT, "temperature": 0, "return_token_ids": True}
+def test_metadata_supplies_missing_parameters(served: Served) -> None:
+    body: dict[str, Any] = {**CHAT, "temperature": 0, "return_token_ids": True}
 
     def tokens(**more: Any) -> int:
-        return int(post(served, "chat/completions", {**asked, **more})["usage"]["completion_tokens"])
+        return int(post(served, "chat/completions", {**body, **more})["usage"]["completion_tokens"])
 
     assert tokens(metadata={"max_tokens": 3}) == 3
     assert tokens(max_tokens=2, metadata={"max_tokens": 3, "n": 2.5, "of": {"mine": None}}) == 2
     longer = tokens(metadata={"min_tokens": 40, "max_tokens": 60})
     assert longer >= 40 > tokens(metadata={})
     prompts = [
-        post(served, "chat/completions", {**asked, "max_tokens": 1, **more})["choices"][0]["message"]["prompt_tokens"]
+        post(served, "chat/completions", {**body, "max_tokens": 1, **more})["choices"][0]["message"]["prompt_tokens"]
         for more in (
             {"metadata": {"enable_thinking": True}},
             {"chat_template_kwargs": {"enable_thinking": True}},
@@ -199,20 +203,20 @@ def test_metadata_has_parameters_that_the_request_lacks(served: Served) -> None:
 
 
 @pytest.mark.row("fastdeploy", "fields of chats in completions")
-def test_values_that_ask_for_nothing_are_taken(served: Served) -> None:
+def test_neutral_values_are_accepted(served: Served) -> None:
     plain = {**PROMPT, "max_tokens": 4, "temperature": 0}
     expected = post(served, "completions", plain | {"logprobs": 1})["choices"]
-    nothing = {"stop": "", "bad_words": ["", "zebra"], "top_logprobs": 5, "logprobs": True}
-    found = httpx.post(f"{served.url}/completions", json=plain | nothing)
+    neutral = {"stop": "", "bad_words": ["", "zebra"], "top_logprobs": 5, "logprobs": True}
+    found = httpx.post(f"{served.url}/completions", json=plain | neutral)
     assert found.json()["choices"] == expected
     assert post(served, "completions", plain | {"stop": [""], "bad_words": [], "logprobs": 1})["choices"] == expected
     assert found.headers["x-penstock-ignored"] == "top_logprobs"
 
 
-def test_its_client_reads_answers(served: Served) -> None:
+def test_openai_client_reads_fastdeploy_answers(served: Served) -> None:
     client = openai.OpenAI(base_url=served.url, api_key="none")
-    asked: Any = {"model": "default", **CHAT, "temperature": 0}
-    whole = client.chat.completions.create(**asked)
-    chunks = list(client.chat.completions.create(**asked, stream=True))
+    fields: Any = {"model": "default", **CHAT, "temperature": 0}
+    whole = client.chat.completions.create(**fields)
+    chunks = list(client.chat.completions.create(**fields, stream=True))
     assert whole.choices[0].message.content == "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]

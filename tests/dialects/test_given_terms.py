@@ -1,4 +1,4 @@
-"""Errors about a value that came from another system's flag or variable name that flag or variable."""
+"""Errors about a value from another system's flag or environment variable name this flag or variable."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from penstock.core import PenstockError
 from penstock.core.errors import invalid
 
 WRONG = ("many", "-7", "1e30", "2.5", "")
-"""Values that no number, choice or switch has."""
+"""Invalid values of numbers, choices and switches."""
 
 
 def renamed(profile: Profile) -> list[tuple[str, str, str]]:
-    """(setting, flag or empty, variable or empty) of names that stand for one setting under another name."""
+    """Return (setting, flag or "", variable or "") of the profile's names that differ from the setting's name."""
     result = [(alias.to, name, "") for name, alias in profile.flags.items() if alias.to not in ("", name)]
     return result + [(alias.to, "", name) for name, alias in profile.variables.items() if alias.to]
 
 
 @pytest.mark.parametrize("system", NAMES)
-def test_wrong_value_is_reported_under_its_own_name(system: str) -> None:
+def test_invalid_value_is_reported_under_its_alias(system: str) -> None:
     profile = load(system)
     assert profile
     for setting, flag, variable in renamed(profile):
@@ -37,7 +37,7 @@ def test_wrong_value_is_reported_under_its_own_name(system: str) -> None:
 
 
 @pytest.mark.parametrize("system", NAMES)
-def test_later_error_is_reported_under_the_given_name(system: str) -> None:
+def test_later_error_is_reported_under_given_name(system: str) -> None:
     profile = load(system)
     assert profile
     for setting, flag, variable in renamed(profile):
@@ -46,12 +46,12 @@ def test_later_error_is_reported_under_the_given_name(system: str) -> None:
         assert str(error) == f"{given}: is 5; give {given} 3" and error.failure.field == given
 
 
-def test_words_that_are_no_option_are_left() -> None:
+def test_message_without_option_names_is_unchanged() -> None:
     error = in_given_terms(invalid("port", "this model has a port"), {"model": "MODEL_DIR", "dtype": "--dtype"})
     assert str(error) == "port: this model has a port"
 
 
-def test_choices_are_listed() -> None:
+def test_error_lists_choices_and_hides_secrets() -> None:
     with pytest.raises(PenstockError, match="dtype: 'int3' is wrong: it is not one of auto, bfloat16"):
         read({"dtype": "int3"}, None, {})
     assert settings()["dtype"].choices
@@ -59,7 +59,7 @@ def test_choices_are_listed() -> None:
         read({"hf_token": 3}, None, {})
 
 
-def test_alias_with_a_secret_does_not_quote_it() -> None:
+def test_error_of_secret_alias_hides_value() -> None:
     profile = Profile("a", "A", variables={"A_KEY": Alias("api_key", lambda _: int("x"), secret=True)})
     with pytest.raises(PenstockError) as error:
         read({}, None, {"A_KEY": "hush-42"}, profile)

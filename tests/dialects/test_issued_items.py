@@ -1,4 +1,4 @@
-"""Whatever a server has issued is accepted back: answers as history, in every dialect, and items by reference."""
+"""Answers of the server are accepted in later requests: as history in each dialect, and as references to items."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ ANSWER = (
     "<|start|>assistant<|channel|>final<|message|>Then down.<|end|>"
     '<|start|>assistant<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"text": "down"}<|call|>'
 )
-SAID = ("First I look.", "Then down.", '"up"', '"down"', RESULT)
-"""What the next prompt has of it."""
+PARTS = ("First I look.", "Then down.", '"up"', '"down"', RESULT)
+"""Parts of the answer and the tool result that the next prompt must contain."""
 TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}]{{ message.reasoning_content }}|{{ message.content }}"
     "{% for call in message.tool_calls or [] %}<{{ call.function | tojson }}>{% endfor %}{% endfor %}"
@@ -41,19 +41,19 @@ def _metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def chat(server: ScriptedServer) -> None:
-    asked: dict[str, Any] = {"model": "default", "tools": [FUNCTION]}
-    said: list[Any] = [{"role": "user", "content": QUESTION}]
-    message = (await server.openai.chat.completions.create(messages=said, **asked)).choices[0].message
-    said += [message.model_dump()]
-    said += [{"role": "tool", "tool_call_id": call.id, "content": RESULT} for call in message.tool_calls or ()]
-    await server.openai.chat.completions.create(messages=said, **asked)
+    fields: dict[str, Any] = {"model": "default", "tools": [FUNCTION]}
+    history: list[Any] = [{"role": "user", "content": QUESTION}]
+    message = (await server.openai.chat.completions.create(messages=history, **fields)).choices[0].message
+    history += [message.model_dump()]
+    history += [{"role": "tool", "tool_call_id": call.id, "content": RESULT} for call in message.tool_calls or ()]
+    await server.openai.chat.completions.create(messages=history, **fields)
 
 
 async def messages(server: ScriptedServer) -> None:
-    asked: Any = {"model": "default", "max_tokens": 99, "tools": [{"name": "look", "input_schema": SCHEMA}]}
-    asked["thinking"] = {"type": "adaptive"}
-    said: list[Any] = [{"role": "user", "content": QUESTION}]
-    message = await server.anthropic.messages.create(messages=said, **asked)
+    fields: Any = {"model": "default", "max_tokens": 99, "tools": [{"name": "look", "input_schema": SCHEMA}]}
+    fields["thinking"] = {"type": "adaptive"}
+    history: list[Any] = [{"role": "user", "content": QUESTION}]
+    message = await server.anthropic.messages.create(messages=history, **fields)
     kinds = [block.type for block in message.content]
     assert kinds == ["thinking", "text", "tool_use", "thinking", "text", "tool_use"]
     results = [
@@ -61,24 +61,24 @@ async def messages(server: ScriptedServer) -> None:
         for block in message.content
         if block.type == "tool_use"
     ]
-    said += [{"role": "assistant", "content": message.content}, {"role": "user", "content": results}]
-    await server.anthropic.messages.create(messages=said, **asked)
+    history += [{"role": "assistant", "content": message.content}, {"role": "user", "content": results}]
+    await server.anthropic.messages.create(messages=history, **fields)
 
 
 async def responses(server: ScriptedServer) -> None:
     response = await server.openai.responses.create(input=QUESTION, store=False, **RESPONSES)
     kinds = [item.type for item in response.output]
     assert kinds == ["reasoning", "message", "function_call", "reasoning", "message", "function_call"]
-    said = [{"role": "user", "content": QUESTION}, *response.output, *results_of(response)]
-    await server.openai.responses.create(input=said, store=False, **RESPONSES)
+    history = [{"role": "user", "content": QUESTION}, *response.output, *results_of(response)]
+    await server.openai.responses.create(input=history, store=False, **RESPONSES)
 
 
 async def ollama(server: ScriptedServer) -> None:
-    asked: dict[str, Any] = {"model": "default", "stream": False, "tools": [FUNCTION], "think": "low"}
-    said: list[Any] = [{"role": "user", "content": QUESTION}]
-    message = (await server.http.post("/api/chat", json=asked | {"messages": said})).json()["message"]
+    fields: dict[str, Any] = {"model": "default", "stream": False, "tools": [FUNCTION], "think": "low"}
+    history: list[Any] = [{"role": "user", "content": QUESTION}]
+    message = (await server.http.post("/api/chat", json=fields | {"messages": history})).json()["message"]
     results = [{"role": "tool", "tool_name": "look", "content": RESULT} for _ in message["tool_calls"]]
-    answer = await server.http.post("/api/chat", json=asked | {"messages": [*said, message, *results]})
+    answer = await server.http.post("/api/chat", json=fields | {"messages": [*history, message, *results]})
     assert answer.status_code == 200, answer.text
 
 
@@ -94,14 +94,14 @@ def results_of(response: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("dialect", [chat, messages, responses, ollama])
-def test_answers_are_accepted_back(dialect: Callable[[ScriptedServer], Awaitable[None]]) -> None:
+def test_answer_is_accepted_as_history(dialect: Callable[[ScriptedServer], Awaitable[None]]) -> None:
     async def check() -> None:
         async with scripted_server(chat_template=TEMPLATE) as server:
             server.say(ANSWER)
             await dialect(server)
-            assert [said for said in SAID if said not in server.prompt] == []
-            roles = [part for role in ROLES for part in [role] * server.prompt.count(f"[{role}]")]
-            assert sorted(roles) == ["assistant", "assistant", "tool", "tool", "user"], "one message for the answer"
+            assert [part for part in PARTS if part not in server.prompt] == []
+            roles = [name for role in ROLES for name in [role] * server.prompt.count(f"[{role}]")]
+            assert sorted(roles) == ["assistant", "assistant", "tool", "tool", "user"], "the answer is one message"
 
     asyncio.run(check())
 
@@ -112,8 +112,8 @@ def stored(folder: Path) -> Any:
 
 
 @pytest.mark.row("responses", "item_reference", "output")
-def test_items_are_accepted_by_reference(tmp_path: Path) -> None:
-    """Each item that the server lists: of responses, their input, and conversations."""
+def test_item_references_equal_full_items(tmp_path: Path) -> None:
+    """Items of responses, of their input and of conversations are referenced."""
 
     async def check() -> None:
         async with stored(tmp_path / "storage") as server:
@@ -130,7 +130,9 @@ def test_items_are_accepted_by_reference(tmp_path: Path) -> None:
                 second = await create(input=[*map(reference, [*ids, *ids]), *results_of(first)], **RESPONSES)
                 assert server.prompt == expected
             await create(input=[{"role": "user", "content": "Go on."}], previous_response_id=second.id, **RESPONSES)
-            assert QUESTION in server.prompt and "First I look." in server.prompt, "stored as what they refer to"
+            assert QUESTION in server.prompt and "First I look." in server.prompt, (
+                "references are stored as the items they refer to"
+            )
             counted = await server.openai.with_options(api_key=KEYS[0]).responses.input_tokens.count(
                 input=[{"type": "item_reference", "id": ids[-1]}], model="default"
             )
@@ -139,21 +141,21 @@ def test_items_are_accepted_by_reference(tmp_path: Path) -> None:
             conversation = await server.openai.with_options(api_key=KEYS[0]).conversations.create(
                 items=[{"type": "item_reference", "id": name} for name in ids]
             )
-            kept = [item async for item in items.list(conversation.id, order="asc")]
-            assert [item.type for item in kept] == ["message", *[item.type for item in first.output]]
-            await create(input=[*({"id": item.id} for item in kept), *results_of(first)], **RESPONSES)
+            stored_items = [item async for item in items.list(conversation.id, order="asc")]
+            assert [item.type for item in stored_items] == ["message", *[item.type for item in first.output]]
+            await create(input=[*({"id": item.id} for item in stored_items), *results_of(first)], **RESPONSES)
             assert server.prompt == expected
 
             other = server.openai.with_options(api_key=KEYS[1])
-            for name in (first.output[1].id, first.output[2].id, kept[0].id, kept[2].id):
+            for name in (first.output[1].id, first.output[2].id, stored_items[0].id, stored_items[2].id):
                 with pytest.raises(openai.NotFoundError, match=f"item '{name}' is not stored"):
                     await other.responses.create(input=[question, {"type": "item_reference", "id": name}], **RESPONSES)
 
     asyncio.run(check())
 
 
-def test_stored_items_count_as_if_the_client_had_sent_them(tmp_path: Path) -> None:
-    """The sum of the body and all stored items that a request names is limited, and its memory is reserved."""
+def test_referenced_items_count_towards_body_limit(tmp_path: Path) -> None:
+    """The limit holds for the sum of the body and all stored items that a request names."""
     limits = ServerOptions(storage_dir=str(tmp_path / "kept"), api_key=KEYS, max_body_size=100_000)
 
     async def check() -> None:
@@ -163,10 +165,10 @@ def test_stored_items_count_as_if_the_client_had_sent_them(tmp_path: Path) -> No
             server.say("Yes.")
             client = server.openai.with_options(api_key=KEYS[0])
             create, conversations = client.responses.create, client.conversations
-            said: list[Any] = [{"role": "user", "content": "x" * 40_000}]
-            kept = [await create(input=said, **PLAIN) for _ in range(3)]
+            messages: list[Any] = [{"role": "user", "content": "x" * 40_000}]
+            stored_responses = [await create(input=messages, **PLAIN) for _ in range(3)]
             references: list[Any] = []
-            for response in kept:
+            for response in stored_responses:
                 listed = await client.responses.input_items.list(response.id)
                 references.append({"type": "item_reference", "id": listed.data[0].id})
             await create(input=references[:2], store=False, **PLAIN)
@@ -174,10 +176,10 @@ def test_stored_items_count_as_if_the_client_had_sent_them(tmp_path: Path) -> No
             conversation = await conversations.create(items=references[:2])
             refused: list[dict[str, Any]] = [
                 {"input": references},
-                {"input": [*references[:2], *said]},
+                {"input": [*references[:2], *messages]},
                 {"input": references[:1], "conversation": conversation.id},
-                {"input": references[:2], "previous_response_id": kept[0].id},
-                {"input": said, "conversation": conversation.id},
+                {"input": references[:2], "previous_response_id": stored_responses[0].id},
+                {"input": messages, "conversation": conversation.id},
             ]
             for request in refused:
                 for call in (create, client.responses.input_tokens.count):
@@ -190,8 +192,8 @@ def test_stored_items_count_as_if_the_client_had_sent_them(tmp_path: Path) -> No
     asyncio.run(check())
 
 
-def test_references_without_storage() -> None:
-    """Reasoning can be left out, as AI SDK refers to it in each step of a tool loop; nothing else can."""
+def test_only_reasoning_references_are_accepted_without_storage() -> None:
+    """References to reasoning are ignored: AI SDK sends them in each step of a tool loop. Others are rejected."""
 
     async def check() -> None:
         async with scripted_server(chat_template=TEMPLATE) as server:
@@ -202,10 +204,10 @@ def test_references_without_storage() -> None:
             rest = [item for item in first.output if item.type != "reasoning"]
             await create(input=[question, *rest, *results_of(first)], store=False, **RESPONSES)
             expected = server.prompt
-            said = [
+            history = [
                 {"type": "item_reference", "id": item.id} if item.type == "reasoning" else item for item in first.output
             ]
-            await create(input=[question, *said, *results_of(first)], store=False, **RESPONSES)
+            await create(input=[question, *history, *results_of(first)], store=False, **RESPONSES)
             assert server.prompt == expected
             for item in rest:
                 with pytest.raises(openai.BadRequestError, match=r"input\[1\]: the server stores no items"):

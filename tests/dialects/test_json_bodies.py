@@ -1,4 +1,4 @@
-"""JSON as clients and editors write it: with a byte order mark; and what is said of half a surrogate pair."""
+"""JSON bodies and batch files with a byte order mark are read; half of a surrogate pair is rejected."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ HALVES = {
     r'{"FIELD": "a \udc00"}': r"byte \d+",
     r'{"FIELD": "\ud83d\ud83d and more of it"}': r"byte \d+",
 }
+"""Bodies with half of a surrogate pair, and the position that the error names."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +41,7 @@ def _metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
 
 
-def test_bodies_of_every_dialect() -> None:
+def test_body_with_byte_order_mark_is_accepted_by_each_dialect() -> None:
     async def post(server: ScriptedServer, path: str, text: str) -> tuple[int, str]:
         answer = await server.http.post(path, content=text.encode())
         return answer.status_code, answer.text
@@ -60,7 +61,7 @@ def test_bodies_of_every_dialect() -> None:
     asyncio.run(check())
 
 
-def test_batch_files(tmp_path: Path) -> None:
+def test_batch_file_with_byte_order_mark_is_read(tmp_path: Path) -> None:
     line = json.dumps({"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}})
     half = line.replace('"x"', r'"\ud800"').replace('"1"', '"2"')
     file = tmp_path / "in.jsonl"
@@ -71,7 +72,7 @@ def test_batch_files(tmp_path: Path) -> None:
     assert "half of a surrogate pair" in second.message
 
 
-def test_top_logprobs_that_ask_for_nothing() -> None:
+def test_top_logprobs_0_is_accepted_without_logprobs() -> None:
     async def check() -> None:
         async with scripted_server() as server:
             server.say("Well.")

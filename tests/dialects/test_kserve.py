@@ -1,4 +1,4 @@
-"""The KServe v2 protocol over HTTP, asked by Triton's own client, and by ``requests`` as Triton's documents have it."""
+"""The KServe v2 protocol over HTTP, tested with Triton's client and with the requests of its documentation."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ KINDS = {
 }
 
 REGION = f"/penstock_test_{os.getpid()}"
-"""A name in shared memory that no other run of the tests takes."""
+"""Name of a shared memory object, unique to this run of the tests."""
 EXAMPLES = int(os.environ.get("PENSTOCK_KSERVE_EXAMPLES", "120"))
-WANTED: dict[str, Any] = {}
+INPUTS: dict[str, Any] = {}
+"""Inputs in the metadata of each model, read once."""
 SESSION = httpx.Client(timeout=60)
 
 
@@ -52,20 +53,20 @@ def client(served: Served) -> Iterator[triton.InferenceServerClient]:
         yield client
 
 
-def tensor(name: str, values: Any, kind: Any = object, binary: bool = True, of: Any = triton) -> Any:
+def tensor(name: str, values: Any, kind: Any = object, binary: bool = True, client_module: Any = triton) -> Any:
     array = np.array(values, dtype=kind)
-    made = of.InferInput(name, list(array.shape), KINDS.get(array.dtype, "BYTES"))
-    if of is triton:
-        made.set_data_from_numpy(array, binary_data=binary)
+    result = client_module.InferInput(name, list(array.shape), KINDS.get(array.dtype, "BYTES"))
+    if client_module is triton:
+        result.set_data_from_numpy(array, binary_data=binary)
     else:
-        made.set_data_from_numpy(array)
-    return made
+        result.set_data_from_numpy(array)
+    return result
 
 
-def asking(texts: list[str], tokens: int, binary: bool = True, of: Any = triton) -> list[Any]:
+def text_inputs(texts: list[str], tokens: int, binary: bool = True, client_module: Any = triton) -> list[Any]:
     return [
-        tensor("text_input", [[text.encode()] for text in texts], binary=binary, of=of),
-        tensor("max_tokens", [[tokens]] * len(texts), np.int32, binary, of),
+        tensor("text_input", [[text.encode()] for text in texts], binary=binary, client_module=client_module),
+        tensor("max_tokens", [[tokens]] * len(texts), np.int32, binary, client_module),
     ]
 
 
@@ -81,17 +82,17 @@ def streamed(served: Served, fields: dict[str, Any], model: str = "ensemble") ->
 
 
 def completion(served: Served, **fields: Any) -> str:
-    """What OpenAI's dialect answers."""
+    """Return the text of OpenAI's completions endpoint."""
     body = {"prompt": PROMPT, "temperature": 0} | fields
     return httpx.post(f"{served.url}/completions", json=body, timeout=60).json()["choices"][0]["text"]
 
 
-# --- What a server tells of itself ----------------------------------------------------------------------------------
+# --- Server state and settings --------------------------------------------------------------------------------------
 
 
 @pytest.mark.row("triton", "/v2", "/v2/health/live", "/v2/health/ready", "/v2/models/NAME[/versions/1]", "/config")
 @pytest.mark.row("triton", "/ready", "/v2/repository/index")
-def test_a_server_tells_what_it_is(served: Served, client: triton.InferenceServerClient) -> None:
+def test_server_and_model_metadata_are_reported(served: Served, client: triton.InferenceServerClient) -> None:
     assert client.is_server_live(query_params={"test_1": 1, "test_2": 2}) and client.is_server_ready()
     assert httpx.get(f"{served.root}/v2").headers["server"].startswith("penstock/")
     metadata = client.get_server_metadata()
@@ -112,50 +113,50 @@ def test_a_server_tells_what_it_is(served: Served, client: triton.InferenceServe
 
 
 @pytest.mark.parametrize(("name", "version"), [("other", ""), ("ensemble", "2")])
-def test_models_that_are_not_here_are_named(
+def test_unknown_model_or_version_is_rejected_by_name(
     served: Served, client: triton.InferenceServerClient, name: str, version: str
 ) -> None:
     assert not client.is_model_ready(name, version)
     path = f"/v2/models/{name}/versions/{version}/ready" if version else f"/v2/models/{name}/ready"
-    assert httpx.get(f"{served.root}{path}").status_code == 400, "as Triton has it"
+    assert httpx.get(f"{served.root}{path}").status_code == 400, "Triton has this status, too"
     for ask in (client.get_model_metadata, client.get_model_config, client.get_inference_statistics):
         with pytest.raises(InferenceServerException, match=f"unknown model: '{name}'"):
             ask(name, version)
     with pytest.raises(InferenceServerException, match=f"unknown model: '{name}'"):
-        client.infer(name, asking([PROMPT], 1), model_version=version)
+        client.infer(name, text_inputs([PROMPT], 1), model_version=version)
 
 
 @pytest.mark.row("triton", "…/load", "…/unload")
-def test_models_stay_loaded(client: triton.InferenceServerClient) -> None:
+def test_load_changes_config_and_unload_is_rejected(client: triton.InferenceServerClient) -> None:
     client.load_model("ensemble")
     with pytest.raises(InferenceServerException, match="failed to poll from model repository"):
         client.load_model("other")
     client.load_model("ensemble", config='{"max_batch_size": "2", "instance_group": [{"count": 2}]}')
     assert client.get_model_config("ensemble")["max_batch_size"] == 2
     with pytest.raises(InferenceServerException, match="text_input: has 3 rows; model 'ensemble' accepts 1 to 2"):
-        client.infer("ensemble", asking([PROMPT] * 3, 1))
-    for config, words in [
+        client.infer("ensemble", text_inputs([PROMPT] * 3, 1))
+    for config, message in [
         ('"parameters": {"config": {{}}}', "config: is not JSON"),
         ("[]", "config: must be a JSON object"),
         ('{"max_batch_siz": 4}', "config: unknown field: max_batch_siz; did you mean max_batch_size"),
         ('{"max_batch_size": 257}', "max_batch_size: must be an integer from 0 to 256"),
         ('{"parameters": {"gpt_model_type": {"string_value": "V1"}}}', "config.parameters: can only be set when"),
     ]:
-        with pytest.raises(InferenceServerException, match=f"failed to load 'ensemble', {words}"):
+        with pytest.raises(InferenceServerException, match=f"failed to load 'ensemble', {message}"):
             client.load_model("ensemble", config=config)
     with pytest.raises(
         InferenceServerException, match=r"failed to load .ensemble., file:1/model.py: Invalid file path"
     ):
         client.load_model("ensemble", config="{}", files={"file:1/model.py": b"a"})
     client.load_model("ensemble")
-    assert client.get_model_config("ensemble")["max_batch_size"] == 256, "as it is without a configuration"
+    assert client.get_model_config("ensemble")["max_batch_size"] == 256, "the default"
     with pytest.raises(InferenceServerException, match="--model-control-mode explicit"):
         client.unload_model("ensemble")
     assert client.is_model_ready("ensemble")
 
 
-def test_what_changes_the_server_is_read_to_the_letter(served: Served, client: triton.InferenceServerClient) -> None:
-    """A misspelt key would change something else than was asked for."""
+def test_unknown_fields_of_control_requests_are_rejected(served: Served, client: triton.InferenceServerClient) -> None:
+    """A misspelt field must not be ignored in a request that changes the server."""
     for path, body, field in (
         ("repository/models/ensemble/load", {"parametres": {"config": '{"max_batch_size": 2}'}}, "parametres"),
         ("repository/models/ensemble/unload", {"parametres": {"unload_dependents": True}}, "parametres"),
@@ -165,19 +166,21 @@ def test_what_changes_the_server_is_read_to_the_letter(served: Served, client: t
         answer = httpx.post(f"{served.root}/v2/{path}", json=body)
         assert answer.status_code == 400 and answer.json()["error"].startswith(f"{field}: no such field"), answer.text
     assert client.get_model_config("ensemble")["max_batch_size"] == 256
-    assert httpx.post(f"{served.root}/v2/repository/index", json={"redy": True}).status_code == 200, "changes nothing"
+    assert httpx.post(f"{served.root}/v2/repository/index", json={"redy": True}).status_code == 200, (
+        "requests that change nothing ignore unknown fields"
+    )
 
 
 @pytest.mark.row("triton", "/v2/logging", "/v2/trace/setting")
-def test_the_log_changes_while_the_server_runs(served: Served, client: triton.InferenceServerClient) -> None:
-    begun = client.get_log_settings()
-    assert begun["log_info"] is True and begun["log_verbose_level"] == 0
+def test_log_settings_change_at_runtime(served: Served, client: triton.InferenceServerClient) -> None:
+    initial = client.get_log_settings()
+    assert initial["log_info"] is True and initial["log_verbose_level"] == 0
     seen = len(served.lines)
-    quiet = client.update_log_settings({"log_info": False, "log_verbose_level": 1, "log_format": "ISO8601"})
+    changed = client.update_log_settings({"log_info": False, "log_verbose_level": 1, "log_format": "ISO8601"})
     assert (
-        quiet
+        changed
         == client.get_log_settings()
-        == begun
+        == initial
         | {
             "log_info": False,
             "log_verbose_level": 1,
@@ -185,52 +188,50 @@ def test_the_log_changes_while_the_server_runs(served: Served, client: triton.In
         }
     )
     assert client.is_server_live() and client.is_model_ready("ensemble")
-    served.find("GET /v2/health/live", after=seen)  # told at the level debug
+    served.find("GET /v2/health/live", after=seen)  # logged at level debug
     client.update_log_settings({"log_info": True, "log_verbose_level": 0, "log_format": "default"})
     assert client.is_model_ready("tensorrt_llm")
     served.find("GET /v2/models/tensorrt_llm/ready", after=seen)
     assert not [line for line in served.lines[seen:] if "/v2/models/ensemble/ready" in line]
-    for wrong, words in [
+    for wrong, message in [
         ({"log_file": "/tmp/other"}, "log_file: can not be updated through network protocol"),
         ({"log_info": "no"}, "log_info: must be true or false"),
         ({"log_verbose_level": -1}, "log_verbose_level"),
         ({"log_format": "json"}, "log_format: must be one of default, ISO8601"),
         ({"log_verbos_level": 1}, "log_verbos_level: no such setting.* log_verbose_level"),
     ]:
-        with pytest.raises(InferenceServerException, match=words):
+        with pytest.raises(InferenceServerException, match=message):
             client.update_log_settings(wrong)
-    assert client.get_log_settings() == begun
+    assert client.get_log_settings() == initial
 
 
-def test_trace_settings_are_kept_and_said_to_trace_nothing(
-    served: Served, client: triton.InferenceServerClient
-) -> None:
-    begun = client.get_trace_settings()
-    assert begun["trace_level"] == ["OFF"]
-    wanted = {"trace_level": ["TIMESTAMPS"], "trace_rate": "5"}
-    assert client.update_trace_settings(settings=wanted) == begun | wanted
+def test_trace_settings_are_stored_with_a_warning(served: Served, client: triton.InferenceServerClient) -> None:
+    initial = client.get_trace_settings()
+    assert initial["trace_level"] == ["OFF"]
+    changes = {"trace_level": ["TIMESTAMPS"], "trace_rate": "5"}
+    assert client.update_trace_settings(settings=changes) == initial | changes
     served.find(r"WARNING trace_level=\['TIMESTAMPS'\]: trace settings are stored but have no effect")
-    own = client.update_trace_settings("ensemble", settings={"trace_rate": 7, "trace_level": "OFF"})
-    assert own == begun | {"trace_rate": "7"} == client.get_trace_settings("ensemble")
-    assert client.get_trace_settings("tensorrt_llm") == begun | wanted
+    of_model = client.update_trace_settings("ensemble", settings={"trace_rate": 7, "trace_level": "OFF"})
+    assert of_model == initial | {"trace_rate": "7"} == client.get_trace_settings("ensemble")
+    assert client.get_trace_settings("tensorrt_llm") == initial | changes
     cleared = client.update_trace_settings("ensemble", settings={"trace_rate": None, "trace_level": None})
-    assert cleared == begun | wanted
-    assert client.update_trace_settings(settings={"trace_level": None, "trace_rate": None}) == begun
-    for wrong, words in [
+    assert cleared == initial | changes
+    assert client.update_trace_settings(settings={"trace_level": None, "trace_rate": None}) == initial
+    for wrong, message in [
         ({"trace_level": ["ALL"]}, "trace_level: must be a list of OFF, TIMESTAMPS, TENSORS"),
         ({"trace_rate": "often"}, "trace_rate: must be an integer, is 'often'"),
         ({"trace_count": -2}, "trace_count: must be at least -1"),
         ({"trace_file": "/tmp/x"}, "trace_file: can not be updated through network protocol"),
         ({"trace": 1}, "trace: no such setting"),
     ]:
-        with pytest.raises(InferenceServerException, match=words):
+        with pytest.raises(InferenceServerException, match=message):
             client.update_trace_settings(settings=wrong)
     with pytest.raises(InferenceServerException, match="unknown model"):
         client.get_trace_settings("other")
 
 
 @pytest.mark.row("triton", "/stats")
-def test_requests_are_counted(served: Served, client: triton.InferenceServerClient) -> None:
+def test_statistics_count_requests(served: Served, client: triton.InferenceServerClient) -> None:
     def counts() -> tuple[int, int, int]:
         (found,) = client.get_inference_statistics("tensorrt_llm_bls")["model_stats"]
         stats = found["inference_stats"]
@@ -239,19 +240,19 @@ def test_requests_are_counted(served: Served, client: triton.InferenceServerClie
 
     before = counts()
     begun = time.time_ns() // 10**6
-    client.infer("tensorrt_llm_bls", asking([PROMPT, PROMPT], 2))
+    client.infer("tensorrt_llm_bls", text_inputs([PROMPT, PROMPT], 2))
     last = client.get_inference_statistics("tensorrt_llm_bls")["model_stats"][0]["last_inference"]
     assert begun <= last <= time.time_ns() // 10**6, "milliseconds since 1970"
     with pytest.raises(InferenceServerException):
-        client.infer("tensorrt_llm_bls", asking([PROMPT], 0))
+        client.infer("tensorrt_llm_bls", text_inputs([PROMPT], 0))
     assert counts() == (before[0] + 2, before[1] + 1, before[2] + 1)
     page = httpx.get(f"{served.root}/metrics").text
     assert f'nv_inference_count{{model="tensorrt_llm_bls",version="1"}} {before[0] + 2:.1f}' in page
 
 
 @pytest.mark.row("triton", ":8002/metrics")
-def test_the_engine_is_told_as_trtllm_tells_it(served: Served) -> None:
-    """As ``custom_metrics_verification_tests.py`` reads them: all names and labels, and figures that hold."""
+def test_trtllm_metrics_have_documented_names_and_values(served: Served) -> None:
+    """Names and labels are those that ``custom_metrics_verification_tests.py`` reads; the values are consistent."""
 
     def figures() -> dict[str, dict[str, float]]:
         page = httpx.get(f"{served.root}/metrics").text
@@ -265,7 +266,7 @@ def test_the_engine_is_told_as_trtllm_tells_it(served: Served) -> None:
     generate(served, {"text_input": PROMPT * 40, "max_tokens": 3})
     generate(served, {"text_input": PROMPT * 40, "max_tokens": 3})
     deadline = time.monotonic() + 60
-    while (found := figures())["kv_cache_block_metrics"]["reused"] == 0:  # an engine tells its figures once a second
+    while (found := figures())["kv_cache_block_metrics"]["reused"] == 0:  # the engine reports once a second
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert {name: [*values] for name, values in found.items()} == {
@@ -291,9 +292,11 @@ def test_the_engine_is_told_as_trtllm_tells_it(served: Served) -> None:
 
 @pytest.mark.row("triton", "…/infer")
 @pytest.mark.parametrize("binary", [True, False])
-def test_a_batch_is_answered(served: Served, client: triton.InferenceServerClient, binary: bool) -> None:
+def test_batch_of_two_rows_is_answered(served: Served, client: triton.InferenceServerClient, binary: bool) -> None:
     outputs = [triton.InferRequestedOutput("text_output", binary_data=binary)]
-    answer = client.infer("ensemble", asking([PROMPT, "The capital"], 6, binary), outputs=outputs, request_id="mine")
+    answer = client.infer(
+        "ensemble", text_inputs([PROMPT, "The capital"], 6, binary), outputs=outputs, request_id="mine"
+    )
     texts = [
         PROMPT + completion(served, max_tokens=6),
         "The capital" + completion(served, prompt="The capital", max_tokens=6),
@@ -303,15 +306,15 @@ def test_a_batch_is_answered(served: Served, client: triton.InferenceServerClien
     assert [output["name"] for output in answer.get_response()["outputs"]] == ["text_output"]
 
 
-def test_compressed_requests_are_read(served: Served, client: triton.InferenceServerClient) -> None:
-    for how in ("gzip", "deflate"):
-        answer = client.infer("ensemble", asking([PROMPT], 6), request_compression_algorithm=how)
+def test_compressed_requests_are_accepted(served: Served, client: triton.InferenceServerClient) -> None:
+    for algorithm in ("gzip", "deflate"):
+        answer = client.infer("ensemble", text_inputs([PROMPT], 6), request_compression_algorithm=algorithm)
         assert answer.as_numpy("text_output")[0].decode() == PROMPT + completion(served, max_tokens=6)
 
 
 @pytest.mark.row("triton", "return_log_probs")
-def test_log_probabilities_are_those_of_the_tokens(served: Served, client: triton.InferenceServerClient) -> None:
-    answer = client.infer("ensemble", [*asking([PROMPT], 6), tensor("return_log_probs", [[True]], bool)])
+def test_log_probs_equal_openai_logprobs(served: Served, client: triton.InferenceServerClient) -> None:
+    answer = client.infer("ensemble", [*text_inputs([PROMPT], 6), tensor("return_log_probs", [[True]], bool)])
     body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 6, "logprobs": 0}
     expected = httpx.post(f"{served.url}/completions", json=body).json()["choices"][0]["logprobs"]["token_logprobs"]
     np.testing.assert_allclose(answer.as_numpy("output_log_probs"), [[expected]], rtol=1e-6)
@@ -319,23 +322,23 @@ def test_log_probabilities_are_those_of_the_tokens(served: Served, client: trito
 
 
 @pytest.mark.row("triton", "exclude_input_in_output")
-def test_rows_differ_in_what_they_ask_but_not_in_shape(served: Served, client: triton.InferenceServerClient) -> None:
-    own = [
+def test_rows_have_separate_parameters_but_one_shape(served: Served, client: triton.InferenceServerClient) -> None:
+    parameters = [
         tensor("return_log_probs", [[False], [True]], bool),
         tensor("exclude_input_in_output", [[True], [False]], bool),
         tensor("stop_words", [[b"", b""], [b",", b"."]]),
     ]
-    answer = client.infer("ensemble", [*asking([PROMPT, PROMPT], 6), *own])
+    answer = client.infer("ensemble", [*text_inputs([PROMPT, PROMPT], 6), *parameters])
     whole, cut = [text.decode() for text in answer.as_numpy("text_output")]
     assert whole == completion(served, max_tokens=6)
     assert cut == PROMPT + completion(served, max_tokens=6, stop=[",", "."])
     assert answer.as_numpy("cum_log_probs")[0, 0] == 0 > answer.as_numpy("cum_log_probs")[1, 0]
     with pytest.raises(InferenceServerException, match="num_return_sequences: must be the same in all rows"):
-        client.infer("ensemble", [*asking([PROMPT] * 2, 6), tensor("num_return_sequences", [[1], [2]], np.int32)])
+        client.infer("ensemble", [*text_inputs([PROMPT] * 2, 6), tensor("num_return_sequences", [[1], [2]], np.int32)])
 
 
 @pytest.mark.row("triton", "QUERY", "REQUEST_OUTPUT_LEN", "BAD_WORDS_DICT", "STOP_WORDS_DICT")
-def test_models_in_a_row_do_what_the_ensemble_does(served: Served, client: triton.InferenceServerClient) -> None:
+def test_chained_models_equal_ensemble(served: Served, client: triton.InferenceServerClient) -> None:
     texts, stop = [PROMPT, "What is the capital of France? It is"], "a"
     before = client.infer(
         "preprocessing",
@@ -370,7 +373,7 @@ def test_models_in_a_row_do_what_the_ensemble_does(served: Served, client: trito
     ensemble = client.infer(
         "ensemble",
         [
-            *asking(texts, 12),
+            *text_inputs(texts, 12),
             tensor("bad_words", [[b""], [b" the"]]),
             tensor("end_id", before.as_numpy("OUT_END_ID"), np.int32),
             tensor("exclude_input_in_output", [[True], [True]], bool),
@@ -381,11 +384,13 @@ def test_models_in_a_row_do_what_the_ensemble_does(served: Served, client: trito
     assert expected[0].startswith(found[0].removesuffix(stop.encode()))
 
 
-def test_the_asynchronous_client_asks_the_same(served: Served) -> None:
+def test_async_client_gets_same_answers(served: Served) -> None:
     async def ask() -> list[str]:
         async with triton_aio.InferenceServerClient(served.root.removeprefix("http://")) as client:
-            asked = [client.infer("ensemble", asking([f"{PROMPT} {i}"], 5, of=triton_aio)) for i in range(8)]
-            answers = await asyncio.gather(*asked)
+            calls = [
+                client.infer("ensemble", text_inputs([f"{PROMPT} {i}"], 5, client_module=triton_aio)) for i in range(8)
+            ]
+            answers = await asyncio.gather(*calls)
             return [answer.as_numpy("text_output")[0].decode() for answer in answers]
 
     found = asyncio.run(ask())
@@ -397,10 +402,10 @@ def test_the_asynchronous_client_asks_the_same(served: Served) -> None:
 
 
 @pytest.mark.row("triton", "text_input", "max_tokens", "…/generate")
-def test_generate_as_the_document_has_it(served: Served) -> None:
-    asked = '{"text_input": "如何保持正能量?","parameters": {"max_tokens": 20,"bad_words":[""],"stop_words":[""]}}'
+def test_generate_accepts_request_of_documentation(served: Served) -> None:
+    body = '{"text_input": "如何保持正能量?","parameters": {"max_tokens": 20,"bad_words":[""],"stop_words":[""]}}'
     headers = {"content-type": "application/x-www-form-urlencoded"}  # as curl -d sends it
-    answer = httpx.post(f"{served.root}/v2/models/ensemble/generate", content=asked, headers=headers, timeout=60)
+    answer = httpx.post(f"{served.root}/v2/models/ensemble/generate", content=body, headers=headers, timeout=60)
     found = answer.json()
     expected = {"model_name": "ensemble", "model_version": "1", "sequence_id": 0}
     expected |= {"sequence_start": False, "sequence_end": False}
@@ -411,39 +416,39 @@ def test_generate_as_the_document_has_it(served: Served) -> None:
 
 @pytest.mark.row("triton", "…/generate_stream", '"stream": true', "stream")
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
-def test_a_stream_adds_up_to_the_whole(served: Served, model: str) -> None:
+def test_stream_chunks_add_up_to_whole_answer(served: Served, model: str) -> None:
     fields = {"text_input": PROMPT, "max_tokens": 30, "bad_words": "", "stop_words": "", "return_log_probs": True}
     whole = generate(served, fields | {"exclude_input_in_output": True, "stream": False}, model).json()
-    pieces = streamed(served, fields | {"stream": True}, model)
-    assert "".join(piece["text_output"] for piece in pieces) == whole["text_output"]
-    probabilities = [p for piece in pieces for p in np.atleast_1d(piece["output_log_probs"])]
+    chunks = streamed(served, fields | {"stream": True}, model)
+    assert "".join(chunk["text_output"] for chunk in chunks) == whole["text_output"]
+    probabilities = [p for chunk in chunks for p in np.atleast_1d(chunk["output_log_probs"])]
     assert probabilities == whole["output_log_probs"]
-    assert pieces[-1]["cum_log_probs"] == whole["cum_log_probs"]
+    assert chunks[-1]["cum_log_probs"] == whole["cum_log_probs"]
 
 
 @pytest.mark.row("triton", "temperature", "top_k", "top_p", "repetition_penalty", "presence_penalty")
 @pytest.mark.row("triton", "frequency_penalty", "random_seed", "num_return_sequences", "beam_width", "length_penalty")
-def test_sampling_is_that_of_the_engine(served: Served) -> None:
+def test_sampling_parameters_equal_openai_completion(served: Served) -> None:
     fields = {"text_input": PROMPT, "max_tokens": 20, "exclude_input_in_output": True}
-    drawn = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.1, "presence_penalty": 0.5}
-    drawn |= {"frequency_penalty": 0.25}
-    seeded = generate(served, fields | drawn | {"random_seed": 2**62 + 1}).json()["text_output"]
-    assert seeded == completion(served, **drawn, seed=2**62 + 1, max_tokens=20)
-    assert generate(served, fields | drawn | {"random_seed": 2**64 - 1}).status_code == 200
+    sampling = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.1, "presence_penalty": 0.5}
+    sampling |= {"frequency_penalty": 0.25}
+    seeded = generate(served, fields | sampling | {"random_seed": 2**62 + 1}).json()["text_output"]
+    assert seeded == completion(served, **sampling, seed=2**62 + 1, max_tokens=20)
+    assert generate(served, fields | sampling | {"random_seed": 2**64 - 1}).status_code == 200
     assert generate(served, fields | {"temperature": 0.9}).json()["text_output"] == completion(served, max_tokens=20)
-    unseeded = {generate(served, fields | drawn).json()["text_output"] for _ in range(2)}
-    assert unseeded == {completion(served, **drawn, seed=0, max_tokens=20)}
-    several = generate(served, fields | drawn | {"num_return_sequences": 3}).json()
+    unseeded = {generate(served, fields | sampling).json()["text_output"] for _ in range(2)}
+    assert unseeded == {completion(served, **sampling, seed=0, max_tokens=20)}
+    several = generate(served, fields | sampling | {"num_return_sequences": 3}).json()
     assert len(several["text_output"]) == 3 and several["sequence_index"] == [0, 1, 2]
     beams = generate(served, fields | {"beam_width": 3, "length_penalty": 1.0}).json()
-    found = {"prompt": PROMPT, "temperature": 0, "max_tokens": 20, "use_beam_search": True, "best_of": 3, "n": 3}
-    choices = httpx.post(f"{served.url}/completions", json=found, timeout=60).json()["choices"]
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 20, "use_beam_search": True, "best_of": 3, "n": 3}
+    choices = httpx.post(f"{served.url}/completions", json=body, timeout=60).json()["choices"]
     assert beams["text_output"] == [choice["text"] for choice in choices]
 
 
 @pytest.mark.row("triton", "bad_words", "stop_words", "end_id", "embedding_bias_words", "embedding_bias_weights")
 @pytest.mark.row("triton", "guided_decoding_guide_type", "guided_decoding_guide")
-def test_words_ends_and_biases_act(served: Served) -> None:
+def test_stop_words_bad_words_end_id_bias_and_guide_take_effect(served: Served) -> None:
     fields = {"text_input": PROMPT, "max_tokens": 30, "exclude_input_in_output": True}
     whole = generate(served, fields).json()["text_output"]
     word = whole.split()[3]
@@ -460,13 +465,15 @@ def test_words_ends_and_biases_act(served: Served) -> None:
 
 
 @pytest.mark.row("triton", "min_length", "early_stopping", "pad_id", "parameters")
-def test_lengths_paddings_and_priorities(served: Served, client: triton.InferenceServerClient) -> None:
+def test_min_length_beams_padding_and_priority_take_effect(
+    served: Served, client: triton.InferenceServerClient
+) -> None:
     fields = {"text_input": PROMPT, "max_tokens": 60, "exclude_input_in_output": True}
-    asked = {"input_ids": [5], "input_lengths": 1, "request_output_len": 5}
-    ids = generate(served, asked, "tensorrt_llm").json()["output_ids"]
-    asked |= {"end_id": ids[2]}
-    assert generate(served, asked, "tensorrt_llm").json()["sequence_length"] == 1 + ids.index(ids[2], 1) <= 3
-    assert generate(served, asked | {"min_length": 4}, "tensorrt_llm").json()["sequence_length"] > 4
+    request = {"input_ids": [5], "input_lengths": 1, "request_output_len": 5}
+    ids = generate(served, request, "tensorrt_llm").json()["output_ids"]
+    request |= {"end_id": ids[2]}
+    assert generate(served, request, "tensorrt_llm").json()["sequence_length"] == 1 + ids.index(ids[2], 1) <= 3
+    assert generate(served, request | {"min_length": 4}, "tensorrt_llm").json()["sequence_length"] > 4
     beams = {"beam_width": 3, "early_stopping": True, "end_id": -1}
     body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 60, "use_beam_search": True, "best_of": 3, "n": 3}
     body |= {"early_stopping": True, "length_penalty": 0, "ignore_eos": True}
@@ -479,10 +486,10 @@ def test_lengths_paddings_and_priorities(served: Served, client: triton.Inferenc
         tensor("request_output_len", [[2], [2]], np.int32),
         tensor("end_id", [[-1], [-1]], np.int32),
     ]
-    for more, filling in (([tensor("pad_id", [[9], [9]], np.int32)], [9, 9]), ([], None)):
+    for more, padding in (([tensor("pad_id", [[9], [9]], np.int32)], [9, 9]), ([], None)):
         answer = client.infer("tensorrt_llm", rows + more)
         assert answer.as_numpy("sequence_length").tolist() == [[5], [3]]
-        assert filling is None or answer.as_numpy("output_ids")[1, 0, 3:].tolist() == filling
+        assert padding is None or answer.as_numpy("output_ids")[1, 0, 3:].tolist() == padding
 
     def infer(parameters: dict[str, Any]) -> Any:
         inputs = [
@@ -500,8 +507,8 @@ def test_lengths_paddings_and_priorities(served: Served, client: triton.Inferenc
 
 @pytest.mark.row("triton", "EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS", "END_ID", "PAD_ID")
 @pytest.mark.row("triton", "TOKENS_BATCH", "SEQUENCE_LENGTH")
-def test_preprocessing_hands_on_biases_and_ids(client: triton.InferenceServerClient) -> None:
-    asked = [
+def test_preprocessing_returns_biases_and_ids(client: triton.InferenceServerClient) -> None:
+    inputs_of_preprocessing = [
         tensor("QUERY", [[PROMPT.encode()], [b"Once"]]),
         tensor("REQUEST_OUTPUT_LEN", [[3], [3]], np.int32),
         tensor("EMBEDDING_BIAS_WORDS", [[b" fox"], [b" fox"]]),
@@ -509,24 +516,28 @@ def test_preprocessing_hands_on_biases_and_ids(client: triton.InferenceServerCli
         tensor("END_ID", [[7], [8]], np.int32),
         tensor("PAD_ID", [[9], [9]], np.int32),
     ]
-    found = client.infer("preprocessing", asked)
+    found = client.infer("preprocessing", inputs_of_preprocessing)
     bias = found.as_numpy("EMBEDDING_BIAS")
     assert bias.shape[0] == 2 and bias[0].max() == 2.5 and not bias[1].any()
     assert found.as_numpy("OUT_END_ID").tolist() == [[7], [8]] and found.as_numpy("OUT_PAD_ID").tolist() == [[9], [9]]
-    assert found.as_numpy("INPUT_ID")[1, -1] == 9, "shorter rows are filled with it"
+    assert found.as_numpy("INPUT_ID")[1, -1] == 9, "shorter rows are padded with PAD_ID"
     lengths = found.as_numpy("REQUEST_INPUT_LEN")
     ids = tensor("TOKENS_BATCH", found.as_numpy("INPUT_ID")[:, None], np.int32)
     texts = client.infer("postprocessing", [ids, tensor("SEQUENCE_LENGTH", lengths, np.int32)]).as_numpy("OUTPUT")
     assert texts.tolist() == [PROMPT.encode(), b"Once"]
-    given = {"input_ids": found.as_numpy("INPUT_ID")[:1], "input_lengths": lengths[:1], "embedding_bias": bias[:1] * 40}
-    given |= {"request_output_len": np.array([[3]])}
-    inputs = [tensor(n, v, np.float32 if n == "embedding_bias" else np.int32) for n, v in given.items()]
-    made = client.infer("tensorrt_llm", inputs).as_numpy("output_ids")[0, 0]
-    assert set(made[-3:].tolist()) == {int(bias[0].argmax())}
+    arrays = {
+        "input_ids": found.as_numpy("INPUT_ID")[:1],
+        "input_lengths": lengths[:1],
+        "embedding_bias": bias[:1] * 40,
+    }
+    arrays |= {"request_output_len": np.array([[3]])}
+    inputs = [tensor(n, v, np.float32 if n == "embedding_bias" else np.int32) for n, v in arrays.items()]
+    output_ids = client.infer("tensorrt_llm", inputs).as_numpy("output_ids")[0, 0]
+    assert set(output_ids[-3:].tolist()) == {int(bias[0].argmax())}
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
         ({"max_tokens": None}, "max_tokens: is missing"),
         ({"max_tokens": 0}, "max_tokens: must be at least 1"),
@@ -564,14 +575,14 @@ def test_preprocessing_hands_on_biases_and_ids(client: triton.InferenceServerCli
     ],
 )
 @pytest.mark.row("triton", "errors")
-def test_wrong_requests_are_told_by_name(served: Served, fields: dict[str, Any], words: str) -> None:
+def test_invalid_field_is_rejected_by_name(served: Served, fields: dict[str, Any], message: str) -> None:
     answer = generate(served, {"text_input": PROMPT, "max_tokens": 5} | fields)
     assert answer.status_code == 400 and answer.json().keys() == {"error"}
-    assert re.search(words, answer.json()["error"]), answer.text
+    assert re.search(message, answer.json()["error"]), answer.text
 
 
 def test_unknown_fields_of_generate_are_ignored(served: Served) -> None:
-    """Triton takes them for parameters of the request, and these models read none."""
+    """Triton treats them as parameters of the request, which these models do not read."""
     fields = {"text_input": PROMPT, "max_tokens": 3, "min_tokens": 2, "seed": 7}
     more = {"accumulate_tokens": True, "mine": "a", "parameters": {"foo": [1, {"a": None}]}}
     answer = generate(served, fields | more)
@@ -581,7 +592,7 @@ def test_unknown_fields_of_generate_are_ignored(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "headers", "words"),
+    ("body", "headers", "message"),
     [
         (b"{", {}, "is not JSON"),
         (b"{}", {"inference-header-content-length": "9"}, "inference-header-content-length"),
@@ -599,9 +610,9 @@ def test_unknown_fields_of_generate_are_ignored(served: Served) -> None:
         (b"{}", {"content-encoding": "gzip"}, "not valid gzip"),
     ],
 )
-def test_what_is_no_request_is_refused(served: Served, body: bytes, headers: dict[str, str], words: str) -> None:
+def test_malformed_request_is_rejected(served: Served, body: bytes, headers: dict[str, str], message: str) -> None:
     answer = httpx.post(f"{served.root}/v2/models/ensemble/infer", content=body, headers=headers)
-    assert answer.status_code == 400 and words in answer.json()["error"], answer.text
+    assert answer.status_code == 400 and message in answer.json()["error"], answer.text
 
 
 @pytest.fixture
@@ -617,10 +628,10 @@ def region(client: triton.InferenceServerClient) -> Iterator[Any]:
 
 
 @pytest.mark.row("triton", "shared memory of the system or of CUDA")
-def test_tensors_lie_in_shared_memory(client: triton.InferenceServerClient, region: Any) -> None:
+def test_tensors_are_read_and_written_in_shared_memory(client: triton.InferenceServerClient, region: Any) -> None:
     """The calls of ``simple_http_shm_client.py`` and ``simple_http_shm_string_client.py``."""
     texts = [PROMPT.encode(), b"The capital"]
-    plain = client.infer("ensemble", asking([text.decode() for text in texts], 6)).as_numpy("text_output")
+    plain = client.infer("ensemble", text_inputs([text.decode() for text in texts], 6)).as_numpy("text_output")
     array = np.array([[text] for text in texts], dtype=object)
     tokens = np.array([[6], [6]], dtype=np.int32)
     raw = serialize_byte_tensor(array)
@@ -639,35 +650,35 @@ def test_tensors_lie_in_shared_memory(client: triton.InferenceServerClient, regi
         "shared_memory_offset": 2048,
     }
     assert shm.get_contents_as_numpy(region, np.object_, found["shape"], 2048).tolist() == plain.tolist()
-    assert result.as_numpy("sequence_index").tolist() == [[0], [0]], "and others come in the answer"
+    assert result.as_numpy("sequence_index").tolist() == [[0], [0]], "other outputs are in the answer"
     assert client.get_system_shared_memory_status() == [{"name": "data", "key": REGION, "offset": 0, "byte_size": 4096}]
     assert client.get_system_shared_memory_status("data")
     with pytest.raises(InferenceServerException, match="Unable to find system shared memory region: 'other'"):
         client.get_system_shared_memory_status("other")
 
 
-def test_wrong_places_in_shared_memory_are_refused(
+def test_invalid_shared_memory_ranges_are_rejected(
     served: Served, client: triton.InferenceServerClient, region: Any
 ) -> None:
     def infer(size: int, offset: int = 0, name: str = "data") -> None:
-        made = triton.InferInput("text_input", [1, 1], "BYTES")
-        made.set_shared_memory(name, size, offset)
-        client.infer("ensemble", [made, *asking([PROMPT], 2)[1:]])
+        text_input = triton.InferInput("text_input", [1, 1], "BYTES")
+        text_input.set_shared_memory(name, size, offset)
+        client.infer("ensemble", [text_input, *text_inputs([PROMPT], 2)[1:]])
 
-    for place, words in [
+    for place, message in [
         ((4097,), "Invalid offset"),
         ((16, 4090), "Invalid offset"),
         ((16, -1), "must be a number of bytes"),
         ((16, 2**64), "must be a number of bytes"),
         ((16, 0, "other"), "Unable to find shared memory region: 'other'"),
     ]:
-        with pytest.raises(InferenceServerException, match=f"text_input: .*{words}"):
+        with pytest.raises(InferenceServerException, match=f"text_input: .*{message}"):
             infer(*place)
     output = triton.InferRequestedOutput("text_output")
     output.set_shared_memory("data", 4)
     with pytest.raises(InferenceServerException, match=r"text_output: shared memory size specified .* at least"):
-        client.infer("ensemble", asking([PROMPT], 2), outputs=[output])
-    for name, key, size, words in [
+        client.infer("ensemble", text_inputs([PROMPT], 2), outputs=[output])
+    for name, key, size, message in [
         ("data", REGION, 64, "'data' already in manager"),
         ("a", f"{REGION}_none", 64, f"Unable to open shared memory region: '{REGION}_none'"),
         ("a", REGION, 4097, "Invalid offset"),
@@ -678,7 +689,7 @@ def test_wrong_places_in_shared_memory_are_refused(
         ("a", "/a/b", 4, "key: must be the name of a POSIX shared memory object"),
         ("a", "a\0b", 4, "key: must be the name of a POSIX shared memory object"),
     ]:
-        with pytest.raises(InferenceServerException, match=words):
+        with pytest.raises(InferenceServerException, match=message):
             client.register_system_shared_memory(name, key, size)
     link = Path(f"/dev/shm{REGION}_link")
     link.symlink_to("/etc/passwd")
@@ -687,11 +698,11 @@ def test_wrong_places_in_shared_memory_are_refused(
             client.register_system_shared_memory("a", link.name, 4)
     finally:
         link.unlink()
-    os.truncate(f"/dev/shm{REGION}", 8)  # by its owner, after it was registered
+    os.truncate(f"/dev/shm{REGION}", 8)  # the client shrinks the region after registering it
     with pytest.raises(InferenceServerException, match=f"'{REGION}', which has 8 bytes"):
         infer(16)
     assert client.is_server_live()
-    client.unregister_system_shared_memory("none")  # as Triton, which does not mind
+    client.unregister_system_shared_memory("none")  # ignored, as in Triton
     client.unregister_cuda_shared_memory()
     assert client.get_cuda_shared_memory_status() == []
     for ask in (
@@ -703,7 +714,7 @@ def test_wrong_places_in_shared_memory_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("more", "message"),
     [
         ({"end_id": ([[99999]], np.int32)}, "end_id: token ids must be from 0 to 3583"),
         ({"stop_words_list": ([[[7, 99999], [2, -1]]], np.int32)}, "stop_words_list: token ids must be from 0 to 3583"),
@@ -716,16 +727,16 @@ def test_wrong_places_in_shared_memory_are_refused(
         ({"request_output_len": ([[0]], np.int32)}, "request_output_len: must be at least 1"),
     ],
 )
-def test_wrong_token_ids_are_told_by_name(
-    client: triton.InferenceServerClient, more: dict[str, tuple[Any, Any]], words: str
+def test_invalid_tensor_of_tensorrt_llm_is_rejected_by_name(
+    client: triton.InferenceServerClient, more: dict[str, tuple[Any, Any]], message: str
 ) -> None:
-    given = {name: ([[value]], np.int32) for name, value in (("input_ids", 5), ("input_lengths", 1))}
-    given |= {"request_output_len": ([[3]], np.int32)} | more
-    with pytest.raises(InferenceServerException, match=words):
-        client.infer("tensorrt_llm", [tensor(name, value, kind) for name, (value, kind) in given.items()])
+    tensors = {name: ([[value]], np.int32) for name, value in (("input_ids", 5), ("input_lengths", 1))}
+    tensors |= {"request_output_len": ([[3]], np.int32)} | more
+    with pytest.raises(InferenceServerException, match=message):
+        client.infer("tensorrt_llm", [tensor(name, value, kind) for name, (value, kind) in tensors.items()])
 
 
-def test_text_of_tokens_that_nobody_knows_is_refused(client: triton.InferenceServerClient) -> None:
+def test_postprocessing_rejects_unknown_token_ids(client: triton.InferenceServerClient) -> None:
     for token in (99999, -1):
         tokens = [tensor("TOKENS_BATCH", [[[5, token]]], np.int32), tensor("SEQUENCE_LENGTH", [[2]], np.int32)]
         with pytest.raises(InferenceServerException, match="TOKENS_BATCH: token ids must be from 0 to 3583"):
@@ -733,7 +744,7 @@ def test_text_of_tokens_that_nobody_knows_is_refused(client: triton.InferenceSer
 
 
 @pytest.mark.parametrize("raw", [b"", b"\x05\x00", b"\x05\x00\x00\x00abc", b"\x01\x00\x00\x00\xff"])
-def test_bytes_that_are_no_text_are_refused(served: Served, raw: bytes) -> None:
+def test_malformed_bytes_tensor_is_rejected(served: Served, raw: bytes) -> None:
     inputs = [
         {"name": "text_input", "shape": [1], "datatype": "BYTES", "parameters": {"binary_data_size": len(raw)}},
         {"name": "max_tokens", "shape": [1], "datatype": "INT32", "data": [1]},
@@ -752,9 +763,9 @@ PLAIN = (
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=5)
 )
-ANYTHING = st.recursive(PLAIN, lambda of: st.lists(of, max_size=3) | st.dictionaries(st.text(max_size=3), of))
-"""Of any type and nesting that JSON has."""
-RIGHT: dict[str, dict[str, Any]] = {
+ANY_JSON = st.recursive(PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner))
+"""Any JSON value."""
+VALID: dict[str, dict[str, Any]] = {
     "text_input": {"datatype": "BYTES", "shape": [1], "data": [PROMPT]},
     "max_tokens": {"datatype": "INT32", "shape": [1], "data": [2]},
     "input_ids": {"datatype": "INT32", "shape": [2], "data": [5, 6]},
@@ -766,50 +777,54 @@ RIGHT: dict[str, dict[str, Any]] = {
     "SEQUENCE_LENGTH": {"datatype": "INT32", "shape": [1], "data": [2]},
     "IN": {"datatype": "BYTES", "shape": [1], "data": ['[{"text": "a", "max_dec_len": 2}]']},
 }
-"""Inputs that models need, as they should be."""
+"""Valid values of the inputs that models require."""
 
 
-def places(found: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where something stands in a document, as keys and indices."""
-    yield at
-    for key, value in found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else ():
-        yield from places(value, (*at, key))
+def places(document: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of each value in a document, as keys and indices."""
+    yield path
+    for key, value in (
+        document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
+    ):
+        yield from places(value, (*path, key))
 
 
-def replaced(found: Any, at: tuple[Any, ...], value: Any) -> Any:
-    """The document with something else at this place."""
-    if not at:
+def replace(document: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """Return a copy of the document with another value at a path."""
+    if not path:
         return value
-    copy = dict(found) if isinstance(found, dict) else list(found)
-    copy[at[0]] = replaced(found[at[0]], at[1:], value)
+    copy = dict(document) if isinstance(document, dict) else list(document)
+    copy[path[0]] = replace(document[path[0]], path[1:], value)
     return copy
 
 
 @settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_whatever_comes_is_answered_or_refused(served: Served, client: triton.InferenceServerClient, data: Any) -> None:
-    """Requests to any model, with one more input of anything, and anything in one of their places."""
+def test_random_request_is_answered_or_rejected(
+    served: Served, client: triton.InferenceServerClient, data: Any
+) -> None:
+    """Requests to any model with one random input more, and a random value at one path."""
     model = data.draw(st.sampled_from(MODELS))
-    specs = WANTED.setdefault(model, client.get_model_metadata(model)["inputs"])
-    given = {spec["name"]: RIGHT[spec["name"]] for spec in specs if spec["name"] in RIGHT}
+    specs = INPUTS.setdefault(model, client.get_model_metadata(model)["inputs"])
+    given = {spec["name"]: VALID[spec["name"]] for spec in specs if spec["name"] in VALID}
     more = data.draw(st.sampled_from(specs))
     if more["name"] not in given:
-        given[more["name"]] = {"datatype": more["datatype"], "shape": [1], "data": data.draw(ANYTHING)}
-    inputs = [{"name": name, "parameters": {}, **one} for name, one in given.items()]
+        given[more["name"]] = {"datatype": more["datatype"], "shape": [1], "data": data.draw(ANY_JSON)}
+    inputs = [{"name": name, "parameters": {}, **value} for name, value in given.items()]
     body = {"id": "a", "inputs": inputs, "outputs": [{"name": "text_output"}], "parameters": {"priority": 1}}
-    fields = {name: one["data"] for name, one in given.items()}
+    fields = {name: value["data"] for name, value in given.items()}
     for path, whole in (("generate", fields), ("infer", body)):
-        mutated = replaced(whole, data.draw(st.sampled_from([*places(whole)])), data.draw(ANYTHING))
+        mutated = replace(whole, data.draw(st.sampled_from([*places(whole)])), data.draw(ANY_JSON))
         content = json.dumps(mutated).encode("utf-8", "surrogatepass")
         answer = SESSION.post(f"{served.root}/v2/models/{model}/{path}", content=content)
         assert answer.status_code in (200, 400), (content, answer.text)
         assert answer.status_code == 200 or answer.json().keys() == {"error"}
 
 
-# --- Many, and those who leave --------------------------------------------------------------------------------------
+# --- Concurrency, cancellation and access ---------------------------------------------------------------------------
 
 
-def test_fifty_streams_at_once(served: Served) -> None:
+def test_fifty_concurrent_streams_return_right_texts(served: Served) -> None:
     async def ask(client: httpx.AsyncClient, i: int) -> str:
         fields = {"text_input": f"{PROMPT} {i}", "max_tokens": 20, "stream": True}
         found = []
@@ -819,17 +834,17 @@ def test_fifty_streams_at_once(served: Served) -> None:
                     found.append(json.loads(line.removeprefix("data: "))["text_output"])
         return "".join(found)
 
-    async def all_of_them() -> list[str]:
+    async def ask_all() -> list[str]:
         limits = httpx.Limits(max_connections=50)
         async with httpx.AsyncClient(base_url=served.root, timeout=60, limits=limits) as client:
             return await asyncio.gather(*[ask(client, i) for i in range(50)])
 
-    found = asyncio.run(all_of_them())
+    found = asyncio.run(ask_all())
     for i in (0, 17, 49):
         assert found[i] == completion(served, prompt=f"{PROMPT} {i}", max_tokens=20)
 
 
-def test_who_leaves_cancels_the_request(served: Served) -> None:
+def test_disconnect_cancels_request(served: Served) -> None:
     seen = len(served.lines)
     fields = {"text_input": PROMPT, "max_tokens": 1500, "stream": True, "end_id": -1}
     path = f"{served.root}/v2/models/ensemble/generate_stream"
@@ -838,15 +853,15 @@ def test_who_leaves_cancels_the_request(served: Served) -> None:
     served.find(r"generate_stream .*error=cancelled", after=seen)
 
 
-def test_shared_memory_beyond_this_machine_by_leave_only() -> None:
-    """Asked at an address that is not this machine's own, by a client that may: refused above all in the test below."""
+def test_allow_shared_memory_permits_shared_memory_on_any_address() -> None:
+    """The server listens at all addresses; the next test checks that it refuses without the option."""
     flags = ("--num-gpu-blocks-override", "50", "--host", "0.0.0.0", "--allow-shared-memory")
     region = shm.create_shared_memory_region("data", REGION, 64)
     try:
         with Served(*flags) as served, triton.InferenceServerClient(served.root.removeprefix("http://")) as client:
             client.register_system_shared_memory("data", REGION, 64)
             shm.set_shared_memory_region(region, [np.array([2], dtype=np.int32)])
-            inputs = asking([PROMPT], 1)
+            inputs = text_inputs([PROMPT], 1)
             inputs[1] = triton.InferInput("max_tokens", [1, 1], "INT32")
             inputs[1].set_shared_memory("data", 4)
             assert client.infer("ensemble", inputs).as_numpy("text_output") is not None
@@ -854,7 +869,7 @@ def test_shared_memory_beyond_this_machine_by_leave_only() -> None:
         shm.destroy_shared_memory_region(region)
 
 
-def test_a_key_is_asked_for_but_not_by_probes() -> None:
+def test_api_key_is_required_except_for_probes() -> None:
     flags = ("--exclude-input-in-output", "--accumulate-tokens")
     with Served("--num-gpu-blocks-override", "50", "--api-key", "secret", *flags, "--host", "0.0.0.0") as served:
         assert httpx.get(f"{served.root}/v2/health/live").status_code == 200
@@ -862,23 +877,23 @@ def test_a_key_is_asked_for_but_not_by_probes() -> None:
         with triton.InferenceServerClient(served.root.removeprefix("http://")) as client:
             assert client.is_server_live()
             with pytest.raises(InferenceServerException, match="API key"):
-                client.infer("ensemble", asking([PROMPT], 4))
+                client.infer("ensemble", text_inputs([PROMPT], 4))
             key = {"Authorization": "Bearer secret"}
             with pytest.raises(InferenceServerException, match=r"loopback address, or .*--allow-shared-memory"):
                 client.register_system_shared_memory("data", "/data", 64, headers=dict(key))
-            found = client.infer("ensemble", asking([PROMPT], 4), headers=dict(key)).as_numpy("text_output")[0]
-            assert not found.decode().startswith(PROMPT)  # as the server's option has it
-        asked = {"text_input": PROMPT, "max_tokens": 12}
+            found = client.infer("ensemble", text_inputs([PROMPT], 4), headers=dict(key)).as_numpy("text_output")[0]
+            assert not found.decode().startswith(PROMPT)  # set by --exclude-input-in-output
+        body = {"text_input": PROMPT, "max_tokens": 12}
         path = f"{served.root}/v2/models/tensorrt_llm_bls/generate"
-        whole = httpx.post(path, json=asked, headers=key).json()["text_output"]
-        lines = httpx.post(f"{path}_stream", json=asked | {"stream": True}, headers=key).text.split("\n\n")[:-1]
-        told = [json.loads(line[6:])["text_output"] for line in lines]
-        assert all(later.startswith(before) for before, later in itertools.pairwise([*told, whole]))
-        assert told[-1] == whole
+        whole = httpx.post(path, json=body, headers=key).json()["text_output"]
+        lines = httpx.post(f"{path}_stream", json=body | {"stream": True}, headers=key).text.split("\n\n")[:-1]
+        texts = [json.loads(line[6:])["text_output"] for line in lines]
+        assert all(later.startswith(before) for before, later in itertools.pairwise([*texts, whole]))
+        assert texts[-1] == whole
 
-        asked |= {"max_tokens": 1500, "end_id": -1, "stream": True}
+        body |= {"max_tokens": 1500, "end_id": -1, "stream": True}
         path = f"{served.root}/v2/models/ensemble/generate_stream"
-        with httpx.stream("POST", path, json=asked, headers=key) as answer:
+        with httpx.stream("POST", path, json=body, headers=key) as answer:
             lines = answer.iter_lines()
             assert "text_output" in next(lines)
             os.kill(served.pids["engine"][0], signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""The calls that TensorRT-LLM's client scripts make: ``end_to_end_grpc_client.py``, ``inflight_batcher_llm_client.py``.
+"""TensorRT-LLM's client scripts against the KServe gRPC server: the same library calls with the same tensors.
 
-They are NVIDIA's, and users keep them. What is here calls the library in the same order with the same tensors.
+The scripts are ``end_to_end_grpc_client.py``, ``inflight_batcher_llm_client.py`` and ``end_to_end_test.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROMPT = "Once upon a time"
 
 
 class UserData:
-    """Where answers arrive."""
+    """Queue of received answers."""
 
     def __init__(self) -> None:
         self.completed: queue.Queue[Any] = queue.Queue()
@@ -37,9 +37,9 @@ def callback(user_data: UserData, result: Any, error: Any) -> None:
 
 
 def prepare_tensor(name: str, array: np.ndarray) -> triton.InferInput:
-    made = triton.InferInput(name, array.shape, np_to_triton_dtype(array.dtype))
-    made.set_data_from_numpy(array)
-    return made
+    result = triton.InferInput(name, array.shape, np_to_triton_dtype(array.dtype))
+    result.set_data_from_numpy(array)
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +56,13 @@ def client(served: Served) -> Iterator[triton.InferenceServerClient]:
 
 
 def completion(served: Served, **fields: Any) -> Any:
-    """What OpenAI's dialect answers."""
+    """Return the choice of OpenAI's completions endpoint."""
     body = {"prompt": PROMPT, "temperature": 0, "return_token_ids": True} | fields
     return httpx.post(f"{served.url}/completions", json=body, timeout=60).json()["choices"][0]
 
 
-def found(user_data: UserData) -> Iterator[Any]:
-    """Answers that are there once the stream is closed."""
+def received(user_data: UserData) -> Iterator[Any]:
+    """Yield the received answers; call it after the stream is closed."""
     while not user_data.completed.empty():
         yield user_data.completed.get(block=False)
 
@@ -72,7 +72,7 @@ def found(user_data: UserData) -> Iterator[Any]:
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
 @pytest.mark.parametrize("streaming", [False, True])
-def test_text_from_end_to_end(
+def test_end_to_end_client_gets_same_text_as_openai(
     served: Served, client: triton.InferenceServerClient, model: str, streaming: bool
 ) -> None:
     rows = np.array([[PROMPT]]).astype(object)
@@ -93,7 +93,7 @@ def test_text_from_end_to_end(
     client.async_stream_infer(model, inputs, request_id="1")
     client.stop_stream()
     text = ""
-    for result in found(user_data):
+    for result in received(user_data):
         assert not isinstance(result, InferenceServerException), result
         output = result.as_numpy("text_output")
         assert output is not None and result.as_numpy("cum_log_probs") == 0
@@ -117,33 +117,38 @@ def prepare_inputs(ids: list[int], tokens: int, streaming: bool, **more: np.ndar
 
 
 @pytest.mark.row("triton", "return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens")
-def test_a_request_tells_what_it_took(served: Served, client: triton.InferenceServerClient) -> None:
-    """``--return-perf-metrics``, twice: the second time the prompt's full block comes from the prefix cache."""
-    wanted = ("return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens")
-    asked = prepare_inputs([*range(100, 200)], 40, False, **{name: np.array([[True]]) for name in wanted}, **endless())
+def test_perf_metrics_and_token_counts_are_returned(served: Served, client: triton.InferenceServerClient) -> None:
+    """``--return-perf-metrics``, run twice: the second run reuses the prompt's full block from the prefix cache."""
+    requested = ("return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens")
+    inputs = prepare_inputs(
+        [*range(100, 200)], 40, False, **{name: np.array([[True]]) for name in requested}, **endless()
+    )
     names = ("kv_cache_alloc_new_blocks", "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks")
     names += ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")
     names += ("acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens")
     outputs = [triton.InferRequestedOutput(name) for name in ("output_ids", *names, "num_input_tokens")]
     outputs.append(triton.InferRequestedOutput("num_output_tokens"))
-    for new, reused, total in ((2, 0, 3), (1, 1, 2)):  # 100 tokens and 39 that were computed, in blocks of 64
+    for new, reused, total in (
+        (2, 0, 3),
+        (1, 1, 2),
+    ):  # 100 prompt tokens and 39 of the 40 output tokens, in blocks of 64
         begun = time.monotonic_ns()
-        result = client.infer("tensorrt_llm", asked, outputs=outputs)
+        result = client.infer("tensorrt_llm", inputs, outputs=outputs)
         ended = time.monotonic_ns()
         assert [result.as_numpy(name).tolist() for name in names[:3]] == [[[new]], [[reused]], [[total]]]
         times = [int(result.as_numpy(name)[0][0]) for name in names[3:7]]
-        assert [begun, *times, ended] == sorted([begun, *times, ended]), "and on the machine's monotonic clock"
+        assert [begun, *times, ended] == sorted([begun, *times, ended]), "times are of the machine's monotonic clock"
         drafts = [result.as_numpy(name).tolist() for name in names[7:]]
-        assert drafts == [[[0.0]], [[0]], [[0]]], "nothing is guessed here"
+        assert drafts == [[[0.0]], [[0]], [[0]]], "there is no speculation"
         assert result.as_numpy("num_input_tokens").tolist() == [[100]]
-        assert result.as_numpy("num_output_tokens").tolist() == [[140]], "the prompt is among output_ids"
-    assert client.infer("tensorrt_llm", asked[:-4]).as_numpy("arrival_time_ns") is None
+        assert result.as_numpy("num_output_tokens").tolist() == [[140]], "output_ids contain the prompt"
+    assert client.infer("tensorrt_llm", inputs[:-4]).as_numpy("arrival_time_ns") is None
 
 
 @pytest.mark.row("triton", "lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
 @pytest.mark.row("triton", "decoder_input_ids", "decoder_input_lengths", "min_tokens", "seed")
-def test_inputs_of_other_decoders_change_nothing(served: Served, client: triton.InferenceServerClient) -> None:
-    """``--lookahead-config``, ``--decoder-input-tokens-csv``; and TensorRT-LLM's newer names of two inputs."""
+def test_lookahead_and_decoder_inputs_are_ignored(served: Served, client: triton.InferenceServerClient) -> None:
+    """``--lookahead-config``, ``--decoder-input-tokens-csv``, and the new input names ``min_tokens`` and ``seed``."""
     plain = prepare_inputs([5, 6, 7], 6, False)
     ahead = {f"lookahead_{name}": [[7]] for name in ("window_size", "ngram_size", "verification_set_size")}
     ahead |= {"decoder_input_ids": [[3, 4]], "decoder_input_lengths": [[2]], "min_tokens": [[2]]}
@@ -157,8 +162,10 @@ def test_inputs_of_other_decoders_change_nothing(served: Served, client: triton.
 # --- end_to_end_test.py ---------------------------------------------------------------------------------------------
 
 
-def test_the_ensemble_by_hand(served: Served, client: triton.InferenceServerClient) -> None:
-    """``test_functionality_ifb``: preprocessing, tensorrt_llm and postprocessing do what the two models of text do."""
+def test_chained_models_return_text_and_scores_of_ensemble(
+    served: Served, client: triton.InferenceServerClient
+) -> None:
+    """``test_functionality_ifb``: the chained models against ensemble and tensorrt_llm_bls."""
     text, tokens = np.array([[PROMPT]]).astype(object), np.array([[16]], dtype=np.int32)
     none = np.array([[""]], dtype=object)
     before = client.infer(
@@ -194,25 +201,27 @@ def test_the_ensemble_by_hand(served: Served, client: triton.InferenceServerClie
         ],
         request_id="0",
     )
-    told = ("cum_log_probs", "output_log_probs", "context_logits", "generation_logits")
+    score_names = ("cum_log_probs", "output_log_probs", "context_logits", "generation_logits")
     for model in ("ensemble", "tensorrt_llm_bls"):
         inputs = [prepare_tensor("text_input", text), prepare_tensor("max_tokens", tokens)]
         inputs += [prepare_tensor("bad_words", none), prepare_tensor("stop_words", none)]
         inputs += [prepare_tensor(name, value) for name, value in scores.items()]
-        outputs = [triton.InferRequestedOutput(name) for name in ("text_output", *told)]
+        outputs = [triton.InferRequestedOutput(name) for name in ("text_output", *score_names)]
         result = client.infer(model, inputs, outputs=outputs, request_id="0")
         assert after.as_numpy("OUTPUT") == result.as_numpy("text_output")
-        for name in told:
+        for name in score_names:
             np.testing.assert_array_equal(between.as_numpy(name), result.as_numpy(name))
     assert result.as_numpy("context_logits").shape[1] == before.as_numpy("INPUT_ID").size
 
 
 @pytest.mark.row("triton", "CUM_LOG_PROBS", "OUTPUT_LOG_PROBS", "CONTEXT_LOGITS", "GENERATION_LOGITS")
-@pytest.mark.parametrize("asked", [(), ("context_logits", "generation_logits")])
-def test_the_ensemble_by_hand_in_0_10(client: triton.InferenceServerClient, asked: tuple[str, ...]) -> None:
-    """``test_functionality`` of TensorRT-LLM 0.10 reads every score, and has ``postprocessing`` pass them on."""
+@pytest.mark.parametrize("requested", [(), ("context_logits", "generation_logits")])
+def test_chained_models_of_0_10_pass_scores_through_postprocessing(
+    client: triton.InferenceServerClient, requested: tuple[str, ...]
+) -> None:
+    """``test_functionality`` of TensorRT-LLM 0.10 reads all scores from ``postprocessing``."""
     text, tokens = np.array([[PROMPT]]).astype(object), np.array([[16]], dtype=np.int32)
-    flags = [prepare_tensor(f"return_{name}", np.array([[True]])) for name in asked]
+    flags = [prepare_tensor(f"return_{name}", np.array([[True]])) for name in requested]
     query = [prepare_tensor("QUERY", text), prepare_tensor("REQUEST_OUTPUT_LEN", tokens)]
     before = client.infer("preprocessing", query)
     passed = {
@@ -222,8 +231,8 @@ def test_the_ensemble_by_hand_in_0_10(client: triton.InferenceServerClient, aske
         "end_id": "OUT_END_ID",
         "pad_id": "OUT_PAD_ID",
     }
-    given = [prepare_tensor(name, before.as_numpy(output)) for name, output in passed.items()]
-    between = client.infer("tensorrt_llm", [*given, *flags])
+    inputs_of_ids = [prepare_tensor(name, before.as_numpy(output)) for name, output in passed.items()]
+    between = client.infer("tensorrt_llm", [*inputs_of_ids, *flags])
     scores = {name: between.as_numpy(name) for name in SCORES}
     tokens_in = {"TOKENS_BATCH": between.as_numpy("output_ids"), "SEQUENCE_LENGTH": between.as_numpy("sequence_length")}
     after = client.infer(
@@ -236,7 +245,7 @@ def test_the_ensemble_by_hand_in_0_10(client: triton.InferenceServerClient, aske
     for name, score in scores.items():
         np.testing.assert_array_equal(after.as_numpy(f"OUT_{name.upper()}"), score)
         np.testing.assert_array_equal(whole.as_numpy(name), score)
-        assert score.any() == (name in asked)
+        assert score.any() == (name in requested)
     bare = client.infer("postprocessing", [prepare_tensor(name, value) for name, value in tokens_in.items()])
     assert {bare.as_numpy(f"OUT_{name.upper()}").item() for name in SCORES} == {0.0}
 
@@ -293,21 +302,21 @@ VERSIONS = {
         ),
     },
 }
-"""By version, tensors in ``config.pbtxt`` of its models, without those of adapters, drafts and embeddings; for the
-newer version those that it adds."""
+"""By version and model, input and output tensors in ``config.pbtxt``, without those of adapters, drafts and embeddings.
+The newer version lists only its additions."""
 
 
 @pytest.mark.parametrize(
     ("version", "model"), [(version, model) for version in VERSIONS for model in VERSIONS[version]]
 )
-def test_models_have_the_tensors_of_each_version(
+def test_model_metadata_has_tensors_of_each_version(
     client: triton.InferenceServerClient, version: str, model: str
 ) -> None:
     names = (model, "tensorrt_llm_bls") if model == "ensemble" else (model,)
     for name in names:
         found: Any = client.get_model_metadata(name, as_json=True)
         for kind, expected in zip(("inputs", "outputs"), VERSIONS[version][model], strict=True):
-            assert {f"{one['name']}:{one['datatype']}" for one in found[kind]} >= set(expected.split())
+            assert {f"{spec['name']}:{spec['datatype']}" for spec in found[kind]} >= set(expected.split())
 
 
 @pytest.mark.parametrize(
@@ -322,7 +331,7 @@ def test_models_have_the_tensors_of_each_version(
 )
 @pytest.mark.row("triton", "runtime_top_p_min", "runtime_top_p_decay", "runtime_top_p_reset_ids")
 @pytest.mark.row("triton", "beam_search_diversity_rate", "draft_acceptance_threshold")
-def test_inputs_that_change_nothing_are_taken(
+def test_neutral_values_of_unsupported_inputs_are_accepted(
     served: Served,
     client: triton.InferenceServerClient,
     name: str,
@@ -353,7 +362,9 @@ def endless() -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_tokens_in_flight(served: Served, client: triton.InferenceServerClient, streaming: bool) -> None:
+def test_token_ids_equal_openai_completion(
+    served: Served, client: triton.InferenceServerClient, streaming: bool
+) -> None:
     expected = completion(served, max_tokens=12)
     ids = expected["prompt_token_ids"]
     inputs = prepare_inputs(ids, 12, streaming, return_log_probs=np.array([[True]], dtype=bool))
@@ -362,7 +373,7 @@ def test_tokens_in_flight(served: Served, client: triton.InferenceServerClient, 
         client.start_stream(callback=partial(callback, user_data))
         client.async_stream_infer("tensorrt_llm", inputs, request_id="7")
         client.stop_stream()
-        answers = list(found(user_data))
+        answers = list(received(user_data))
     else:
         client.async_infer(
             "tensorrt_llm",
@@ -372,18 +383,18 @@ def test_tokens_in_flight(served: Served, client: triton.InferenceServerClient, 
             parameters={"Streaming": False},
         )
         answers = [user_data.completed.get(timeout=60)]
-    made: list[int] = []
+    output_ids: list[int] = []
     for result in answers:
         assert not isinstance(result, InferenceServerException), result
         assert result.get_response().id == "7"
         length = result.as_numpy("sequence_length")[0][0]
-        made += result.as_numpy("output_ids")[0][0][:length].tolist()
-    assert made == ([] if streaming else ids) + expected["token_ids"]
+        output_ids += result.as_numpy("output_ids")[0][0][:length].tolist()
+    assert output_ids == ([] if streaming else ids) + expected["token_ids"]
 
 
 @pytest.mark.row("triton", "stop")
-def test_a_stream_is_stopped(served: Served, client: triton.InferenceServerClient) -> None:
-    """By a request of the same id: the answers end where they are, and the last one says so."""
+def test_stop_request_ends_stream(served: Served, client: triton.InferenceServerClient) -> None:
+    """A stop request with the same id ends the answers; the last one is marked as final."""
     ids = completion(served, max_tokens=1)["prompt_token_ids"]
     user_data, last = UserData(), "triton_final_response"
     client.start_stream(callback=partial(callback, user_data))
@@ -393,32 +404,32 @@ def test_a_stream_is_stopped(served: Served, client: triton.InferenceServerClien
     answers = [user_data.completed.get(timeout=60)]
     client.async_stream_infer("tensorrt_llm", prepare_stop_signals(), request_id="11", parameters={"Streaming": True})
     client.stop_stream()
-    answers += found(user_data)
+    answers += received(user_data)
     by_id: dict[str, list[Any]] = {"11": [], "12": []}
     for answer in answers:
         assert not isinstance(answer, InferenceServerException), answer
         by_id[answer.get_response().id].append(answer)
     ends = [answer.get_response().parameters[last].bool_param for answer in by_id["11"]]
     assert ends == [False] * (len(ends) - 1) + [True]
-    made = {name: sum(int(a.as_numpy("sequence_length")[0][0]) for a in own) for name, own in by_id.items()}
-    assert made["11"] < 1900 and made["12"] == 40, "and others go on"
+    num_tokens = {name: sum(int(a.as_numpy("sequence_length")[0][0]) for a in of_id) for name, of_id in by_id.items()}
+    assert num_tokens["11"] < 1900 and num_tokens["12"] == 40, "other requests continue"
 
 
-def test_an_answer_is_stopped(served: Served, client: triton.InferenceServerClient) -> None:
-    """Two calls of one connection: the stopped one has what was there, the other nothing."""
+def test_stop_request_ends_unary_call(served: Served, client: triton.InferenceServerClient) -> None:
+    """Both calls are on one connection: the stopped call returns its tokens so far, the stop request none."""
     ids = completion(served, max_tokens=1)["prompt_token_ids"]
     user_data = UserData()
     ask: Callable[..., Any] = partial(client.async_infer, "tensorrt_llm", callback=partial(callback, user_data))
     ask(inputs=prepare_inputs(ids, 1900, False, **endless()), request_id="21")
-    running(served)
-    completion(served, max_tokens=12)  # some steps later: the other has tokens, too
+    wait_until_running(served)
+    completion(served, max_tokens=12)  # wait a few steps, so that the request has output tokens
     ask(inputs=prepare_stop_signals(), request_id="21")
     answers = [user_data.completed.get(timeout=60) for _ in range(2)]
     lengths = [int(found[0][0]) for a in answers if (found := a.as_numpy("sequence_length")) is not None]
     assert len(lengths) == 1 and len(ids) < lengths[0] < 1900
 
 
-def test_a_client_cancels(served: Served, client: triton.InferenceServerClient) -> None:
+def test_cancelled_call_frees_request(served: Served, client: triton.InferenceServerClient) -> None:
     ids = completion(served, max_tokens=1)["prompt_token_ids"]
     user_data = UserData()
     future = client.async_infer(
@@ -427,19 +438,19 @@ def test_a_client_cancels(served: Served, client: triton.InferenceServerClient) 
         request_id="31",
         callback=partial(callback, user_data),
     )
-    running(served)
+    wait_until_running(served)
     future.cancel()
     assert user_data.completed.get(timeout=60).status() == "StatusCode.CANCELLED"
-    idle(served)
+    wait_until_idle(served)
 
 
-def test_a_stop_that_stops_nothing(served: Served, client: triton.InferenceServerClient) -> None:
-    """The request has ended, is another client's, or cannot be named."""
+def test_stop_without_matching_request_has_no_effect(served: Served, client: triton.InferenceServerClient) -> None:
+    """The request to stop has ended, belongs to another client, or has no id."""
     assert client.infer("tensorrt_llm", prepare_stop_signals(), request_id="41").get_response().id == "41"
     with pytest.raises(InferenceServerException, match="id: stop requires gRPC"):
         client.infer("tensorrt_llm", prepare_stop_signals())
-    asked = {"input_ids": [1], "input_lengths": 1, "request_output_len": 1, "stop": True, "id": "41"}
-    answer = httpx.post(f"{served.root}/v2/models/tensorrt_llm/generate", json=asked)
+    body = {"input_ids": [1], "input_lengths": 1, "request_output_len": 1, "stop": True, "id": "41"}
+    answer = httpx.post(f"{served.root}/v2/models/tensorrt_llm/generate", json=body)
     assert answer.status_code == 400 and re.match("id: stop requires gRPC", answer.json()["error"])
     ids = completion(served, max_tokens=1)["prompt_token_ids"]
     user_data = UserData()
@@ -449,14 +460,14 @@ def test_a_stop_that_stops_nothing(served: Served, client: triton.InferenceServe
         request_id="51",
         callback=partial(callback, user_data),
     )
-    running(served)
-    own = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
-    with triton.InferenceServerClient(served.find(r"gRPC at (\S+)")[1], channel_args=own) as other:
+    wait_until_running(served)
+    separate = [("grpc.use_local_subchannel_pool", 1)]  # a separate connection
+    with triton.InferenceServerClient(served.find(r"gRPC at (\S+)")[1], channel_args=separate) as other:
         other.infer("tensorrt_llm", prepare_stop_signals(), request_id="51")
     assert user_data.completed.get(timeout=60).as_numpy("sequence_length")[0][0] == len(ids) + 1900
 
 
-def test_beams_up_to_what_the_server_takes(served: Served, client: triton.InferenceServerClient) -> None:
+def test_beam_width_is_limited_by_max_beam_width(served: Served, client: triton.InferenceServerClient) -> None:
     ids = completion(served, max_tokens=1)["prompt_token_ids"]
     inputs = prepare_inputs(ids, 5, False)
     inputs[3] = prepare_tensor("beam_width", np.array([[4]], dtype=np.int32))
@@ -467,10 +478,10 @@ def test_beams_up_to_what_the_server_takes(served: Served, client: triton.Infere
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_beams_of_a_stream_come_in_one_answer(
+def test_streamed_beams_arrive_in_one_answer(
     served: Served, client: triton.InferenceServerClient, streaming: bool
 ) -> None:
-    """``-b 2``: the client takes the best beam from where the answer has it."""
+    """``-b 2``: the stream's single answer has all beams."""
     ids = completion(served, max_tokens=1)["prompt_token_ids"]
     inputs = prepare_inputs(ids, 5, streaming)
     inputs[3] = prepare_tensor("beam_width", np.array([[2]], dtype=np.int32))
@@ -478,33 +489,34 @@ def test_beams_of_a_stream_come_in_one_answer(
     client.start_stream(callback=partial(callback, user_data))
     client.async_stream_infer("tensorrt_llm", inputs, request_id="61")
     client.stop_stream()
-    (answer,) = found(user_data)
+    (answer,) = received(user_data)
     beams = answer.as_numpy("output_ids")
     whole = client.infer("tensorrt_llm", [*inputs[:-1], prepare_tensor("streaming", np.array([[False]]))])
     assert beams.shape[:2] == (1, 2)
     assert whole.as_numpy("output_ids")[0, :, -5:].tolist() == beams[0, :, -5:].tolist()
 
 
-def test_a_name_of_openais_api_is_unknown(client: triton.InferenceServerClient) -> None:
+def test_served_model_name_is_not_a_triton_model(client: triton.InferenceServerClient) -> None:
     assert not client.is_model_ready("penstock-demo")
     with pytest.raises(InferenceServerException, match="Request for unknown model: 'penstock-demo' is not found"):
         client.get_model_metadata("penstock-demo")
 
 
-def running(served: Served) -> None:
-    """Wait until a request runs."""
+def wait_until_running(served: Served) -> None:
+    """Wait until a request is open."""
     _until(served, lambda value: value > 0)
 
 
-def idle(served: Served) -> None:
+def wait_until_idle(served: Served) -> None:
+    """Wait until no request is open."""
     _until(served, lambda value: value == 0)
 
 
-def _until(served: Served, true: Callable[[float], bool]) -> None:
+def _until(served: Served, condition: Callable[[float], bool]) -> None:
     deadline = time.monotonic() + 60
     while True:
         page = httpx.get(f"{served.root}/metrics").text
         (value,) = re.findall(r"^penstock:num_requests_open\S* (\S+)$", page, flags=re.M)
-        if true(float(value)):
+        if condition(float(value)):
             return
         assert time.monotonic() < deadline, page

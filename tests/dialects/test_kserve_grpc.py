@@ -1,4 +1,4 @@
-"""The KServe v2 protocol over gRPC, asked by Triton's own client."""
+"""The KServe v2 protocol over gRPC, tested with Triton's client and compared with OpenAI's completions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tritonclient.utils import InferenceServerException
 
 PROMPT = "Once upon a time"
 REGION = f"/penstock_test_grpc_{os.getpid()}"
-"""A name in shared memory that no other run of the tests takes."""
+"""Name of a shared memory object, unique to this run of the tests."""
 MODELS = ["ensemble", "tensorrt_llm_bls", "preprocessing", "tensorrt_llm", "postprocessing", "model"]
 KINDS = {"int32": "INT32", "float32": "FP32", "uint64": "UINT64", "bool": "BOOL"}
 
@@ -50,11 +50,11 @@ def address(served: Served) -> str:
 
 def tensor(name: str, values: Any, kind: Any = object) -> triton.InferInput:
     array = np.array(values, dtype=kind)
-    made = triton.InferInput(name, list(array.shape), KINDS.get(array.dtype.name, "BYTES"))
-    return made.set_data_from_numpy(array)
+    result = triton.InferInput(name, list(array.shape), KINDS.get(array.dtype.name, "BYTES"))
+    return result.set_data_from_numpy(array)
 
 
-def asking(text: str, tokens: int, **more: tuple[Any, Any]) -> list[triton.InferInput]:
+def text_inputs(text: str, tokens: int, **more: tuple[Any, Any]) -> list[triton.InferInput]:
     inputs = [tensor("text_input", [[text.encode()]]), tensor("max_tokens", [[tokens]], np.int32)]
     return inputs + [tensor(name, [[value]], kind) for name, (value, kind) in more.items()]
 
@@ -64,12 +64,12 @@ def text_of(result: Any) -> str:
 
 
 def completion(served: Served, text: str, tokens: int) -> str:
-    """What OpenAI's dialect answers."""
+    """Return the text of OpenAI's completions endpoint."""
     body = {"prompt": text, "temperature": 0, "max_tokens": tokens}
     return httpx.post(f"{served.url}/completions", json=body, timeout=60).json()["choices"][0]["text"]
 
 
-def test_a_server_tells_what_it_is(client: triton.InferenceServerClient) -> None:
+def test_server_and_model_metadata_are_reported(client: triton.InferenceServerClient) -> None:
     assert client.is_server_live(headers={"test": "1", "dummy": "2"}) and client.is_server_ready()
     assert client.get_server_metadata().name == "triton"
     assert not client.is_model_ready("wrong_model_name") and not client.is_model_ready("ensemble", "2")
@@ -89,35 +89,37 @@ def test_a_server_tells_what_it_is(client: triton.InferenceServerClient) -> None
         client.unload_model("ensemble")
 
 
-def test_settings_and_memory_are_those_of_all_processes(served: Served) -> None:
-    """A connection to each of the two: what one is told, the other knows."""
+def test_settings_and_shared_memory_are_shared_by_all_api_processes(served: Served) -> None:
+    """16 connections reach both processes: changes through one are visible to the others."""
     with contextlib.ExitStack() as stack:
         clients = []
         for i in range(16):
-            own = [("grpc.use_local_subchannel_pool", 1), ("penstock.test", i)]
-            clients.append(stack.enter_context(triton.InferenceServerClient(address(served), channel_args=own)))
-        one, *others = clients
-        one.update_log_settings({"log_verbose_level": 2, "log_format": "ISO8601"})
+            channel_args = [("grpc.use_local_subchannel_pool", 1), ("penstock.test", i)]
+            clients.append(
+                stack.enter_context(triton.InferenceServerClient(address(served), channel_args=channel_args))
+            )
+        first, *others = clients
+        first.update_log_settings({"log_verbose_level": 2, "log_format": "ISO8601"})
         for other in others:
             found = other.get_log_settings().settings
             assert found["log_verbose_level"].uint32_param == 2 and found["log_format"].string_param == "ISO8601"
-        one.update_log_settings({"log_verbose_level": 0})
-        one.update_trace_settings("ensemble", {"trace_rate": "5", "trace_level": ["OFF", "TIMESTAMPS"]})
+        first.update_log_settings({"log_verbose_level": 0})
+        first.update_trace_settings("ensemble", {"trace_rate": "5", "trace_level": ["OFF", "TIMESTAMPS"]})
         for other in others:
             found = other.get_trace_settings("ensemble").settings
             assert [*found["trace_rate"].value] == ["5"] and [*found["trace_level"].value] == ["OFF", "TIMESTAMPS"]
-        assert [*one.update_trace_settings("ensemble", {"trace_rate": None}).settings["trace_rate"].value] == ["1000"]
+        assert [*first.update_trace_settings("ensemble", {"trace_rate": None}).settings["trace_rate"].value] == ["1000"]
         with pytest.raises(InferenceServerException, match="trace_file: can not be updated"):
-            one.update_trace_settings(settings={"trace_file": "/tmp/x"})
-        one.load_model("ensemble", config='{"max_batch_size": 4}')
+            first.update_trace_settings(settings={"trace_file": "/tmp/x"})
+        first.load_model("ensemble", config='{"max_batch_size": 4}')
         assert {other.get_model_config("ensemble").config.max_batch_size for other in others} == {4}
-        one.load_model("ensemble")
+        first.load_model("ensemble")
 
-        one.unregister_system_shared_memory()  # as simple_grpc_shm_client.py begins
-        one.unregister_cuda_shared_memory()
+        first.unregister_system_shared_memory()  # the first call of simple_grpc_shm_client.py
+        first.unregister_cuda_shared_memory()
         region = shm.create_shared_memory_region("data", REGION, 4096)
         stack.callback(shm.destroy_shared_memory_region, region)
-        one.register_system_shared_memory("data", REGION, 4096)
+        first.register_system_shared_memory("data", REGION, 4096)
         ids = np.array([[5, 6, 7]], dtype=np.int32)
         shm.set_shared_memory_region(region, [ids])
         inputs = [triton.InferInput("input_ids", [1, 3], "INT32")]
@@ -125,70 +127,72 @@ def test_settings_and_memory_are_those_of_all_processes(served: Served) -> None:
         inputs += [tensor("input_lengths", [[3]], np.int32), tensor("request_output_len", [[5]], np.int32)]
         outputs = [triton.InferRequestedOutput(name) for name in ("output_ids", "sequence_length")]
         outputs[0].set_shared_memory("data", 1024, 512)
-        plain = one.infer("tensorrt_llm", [tensor("input_ids", ids, np.int32), *inputs[1:]])
+        plain = first.infer("tensorrt_llm", [tensor("input_ids", ids, np.int32), *inputs[1:]])
         for other in others[:4]:
             shm.set_shared_memory_region(region, [np.zeros(256, dtype=np.int32)], offset=512)
             result = other.infer("tensorrt_llm", inputs, outputs=outputs)
-            told = result.get_output("output_ids")
-            assert told.parameters["shared_memory_region"].string_param == "data"
-            made = shm.get_contents_as_numpy(region, np.int32, [*told.shape], 512)
-            assert made.tolist() == plain.as_numpy("output_ids").tolist()
+            output = result.get_output("output_ids")
+            assert output.parameters["shared_memory_region"].string_param == "data"
+            ids_in_region = shm.get_contents_as_numpy(region, np.int32, [*output.shape], 512)
+            assert ids_in_region.tolist() == plain.as_numpy("output_ids").tolist()
             assert result.as_numpy("sequence_length").tolist() == plain.as_numpy("sequence_length").tolist()
         status = others[0].get_system_shared_memory_status().regions
         assert (status["data"].key, status["data"].byte_size) == (REGION, 4096)
         with pytest.raises(InferenceServerException, match=r"NOT_FOUND.*Unable to find system shared memory region"):
-            one.get_system_shared_memory_status("other")
+            first.get_system_shared_memory_status("other")
         with pytest.raises(InferenceServerException, match=r"UNIMPLEMENTED.*CUDA shared memory is not supported"):
-            one.register_cuda_shared_memory("cuda", b"aGFuZGxl", 0, 64)
-        one.unregister_system_shared_memory("data")
+            first.register_cuda_shared_memory("cuda", b"aGFuZGxl", 0, 64)
+        first.unregister_system_shared_memory("data")
         with pytest.raises(InferenceServerException, match="Unable to find shared memory region: 'data'"):
             others[1].infer("tensorrt_llm", inputs)
 
 
-def test_a_request_is_answered(served: Served, client: triton.InferenceServerClient) -> None:
+def test_infer_returns_requested_output_and_counts_request(
+    served: Served, client: triton.InferenceServerClient
+) -> None:
     outputs = [triton.InferRequestedOutput("text_output")]
-    result = client.infer("ensemble", asking(PROMPT, 8), outputs=outputs, request_id="mine")
+    result = client.infer("ensemble", text_inputs(PROMPT, 8), outputs=outputs, request_id="mine")
     assert text_of(result) == completion(served, PROMPT, 8)
     assert result.get_response().id == "mine"
     assert [output.name for output in result.get_response().outputs] == ["text_output"]
     before = client.get_inference_statistics("ensemble").model_stats[0].inference_count
     assert before >= 1
-    client.infer("ensemble", asking(PROMPT, 2))
+    client.infer("ensemble", text_inputs(PROMPT, 2))
     assert client.get_inference_statistics("ensemble").model_stats[0].inference_count == before + 1
 
 
-def test_elements_need_not_come_in_bytes(served: Served) -> None:
-    """As clients send them that are made from the protocol's own description."""
-    asked = pb.ModelInferRequest(model_name="ensemble")
-    asked.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(PROMPT.encode())
-    asked.inputs.add(name="max_tokens", datatype="INT32", shape=[1]).contents.int_contents.append(8)
+def test_typed_tensor_contents_are_accepted(served: Served) -> None:
+    """Clients generated from the protocol's .proto file send typed contents instead of raw bytes."""
+    request = pb.ModelInferRequest(model_name="ensemble")
+    request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(PROMPT.encode())
+    request.inputs.add(name="max_tokens", datatype="INT32", shape=[1]).contents.int_contents.append(8)
     with grpc.insecure_channel(address(served)) as channel:
-        answer = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(asked)
+        answer = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer(request)
     assert answer.raw_output_contents[0][4:].decode() == completion(served, PROMPT, 8)
 
 
 @pytest.mark.parametrize("empty_last", [False, True])
-def test_a_stream_adds_up_to_the_whole(served: Served, empty_last: bool) -> None:
+def test_stream_chunks_add_up_to_whole_answer(served: Served, empty_last: bool) -> None:
     answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
     with triton.InferenceServerClient(address(served)) as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
-        inputs = asking(PROMPT, 30, stream=(True, np.bool_))
+        inputs = text_inputs(PROMPT, 30, stream=(True, np.bool_))
         client.async_stream_infer("ensemble", inputs, request_id="7", enable_empty_final_response=empty_last)
-        pieces, last = [], False
+        chunks, last = [], False
         while not last:
             result, error = answers.get(timeout=60)
             assert error is None
             response = result.get_response()
             last = response.parameters["triton_final_response"].bool_param
             assert response.id == "7" and bool(response.outputs) is not (last and empty_last)
-            pieces += [text_of(result)] if response.outputs else []
+            chunks += [text_of(result)] if response.outputs else []
         client.stop_stream()
-    assert "".join(pieces) == completion(served, PROMPT, 30)
+    assert "".join(chunks) == completion(served, PROMPT, 30)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_rows_and_sequences_have_answers_of_their_own(served: Served, stream: bool) -> None:
-    """As TensorRT-LLM's end_to_end_grpc_client.py puts them together."""
+def test_rows_and_sequences_are_answered_separately(served: Served, stream: bool) -> None:
+    """Answers are assembled as in TensorRT-LLM's end_to_end_grpc_client.py."""
     texts = [PROMPT, "What is the capital of France?"]
     inputs = [tensor("text_input", [[text.encode()] for text in texts])]
     same = {"max_tokens": (12, np.int32), "num_return_sequences": (3, np.int32), "stream": (stream, np.bool_)}
@@ -198,55 +202,55 @@ def test_rows_and_sequences_have_answers_of_their_own(served: Served, stream: bo
     with triton.InferenceServerClient(address(served)) as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
         client.async_stream_infer("ensemble", inputs)
-        client.stop_stream()  # once the server has answered
+        client.stop_stream()  # returns after the server has answered
     found = [[""] * 3 for _ in texts]
     while not answers.empty():
         result, error = answers.get()
         assert error is None
         row, sequence = result.as_numpy("batch_index")[0][0], result.as_numpy("sequence_index")[0][0]
         found[row][sequence] += result.as_numpy("text_output")[0].decode()
-    for text, made in zip(texts, found, strict=True):
+    for text, outputs in zip(texts, found, strict=True):
         body = {"prompt": text, "max_tokens": 12, "n": 3, "temperature": 0.9, "top_p": 0.95, "top_k": 0, "seed": 5}
         choices = httpx.post(f"{served.url}/completions", json=body, timeout=60).json()["choices"]
-        assert made == [choice["text"] for choice in choices]
+        assert outputs == [choice["text"] for choice in choices]
 
 
 @pytest.mark.parametrize(
-    ("inputs", "model", "words"),
+    ("inputs", "model", "message"),
     [
-        (asking(PROMPT, 0), "ensemble", "max_tokens: must be at least 1"),
-        (asking(PROMPT, 4), "other", "unknown model: 'other'"),
-        (asking(PROMPT, 4)[:1], "ensemble", "max_tokens: is missing"),
-        (asking(PROMPT, 4, max_token=(3, np.int32)), "ensemble", "did you mean max_tokens"),
-        (asking(PROMPT, 4, top_p=(2.0, np.float32)), "ensemble", "top_p: must be at most 1"),
+        (text_inputs(PROMPT, 0), "ensemble", "max_tokens: must be at least 1"),
+        (text_inputs(PROMPT, 4), "other", "unknown model: 'other'"),
+        (text_inputs(PROMPT, 4)[:1], "ensemble", "max_tokens: is missing"),
+        (text_inputs(PROMPT, 4, max_token=(3, np.int32)), "ensemble", "did you mean max_tokens"),
+        (text_inputs(PROMPT, 4, top_p=(2.0, np.float32)), "ensemble", "top_p: must be at most 1"),
     ],
 )
-def test_what_is_wrong_is_told_and_the_stream_goes_on(
-    served: Served, client: triton.InferenceServerClient, inputs: list[Any], model: str, words: str
+def test_invalid_input_is_reported_and_stream_continues(
+    served: Served, client: triton.InferenceServerClient, inputs: list[Any], model: str, message: str
 ) -> None:
-    with pytest.raises(InferenceServerException, match=words):
+    with pytest.raises(InferenceServerException, match=message):
         client.infer(model, inputs)
     answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
     with triton.InferenceServerClient(address(served)) as streaming:
         streaming.start_stream(lambda result, error: answers.put((result, error)))
         streaming.async_stream_infer(model, inputs)
         _, error = answers.get(timeout=60)
-        assert words in str(error)
-        streaming.async_stream_infer("ensemble", asking(PROMPT, 4))
+        assert message in str(error)
+        streaming.async_stream_infer("ensemble", text_inputs(PROMPT, 4))
         result, error = answers.get(timeout=60)
         assert error is None and text_of(result) == completion(served, PROMPT, 4)
 
 
-def test_a_call_of_one_answer_is_no_stream(client: triton.InferenceServerClient) -> None:
+def test_unary_call_rejects_stream_input(client: triton.InferenceServerClient) -> None:
     with pytest.raises(InferenceServerException, match=r"INVALID_ARGUMENT.*stream: .*ModelStreamInfer"):
-        client.infer("ensemble", asking(PROMPT, 4, stream=(True, np.bool_)))
+        client.infer("ensemble", text_inputs(PROMPT, 4, stream=(True, np.bool_)))
 
 
-def test_fifty_requests_of_one_stream_are_answered_together(served: Served) -> None:
+def test_fifty_requests_on_one_stream_are_answered(served: Served) -> None:
     async def ask() -> dict[str, str]:
         async def requests() -> AsyncIterator[dict[str, Any]]:
             for i in range(50):
-                inputs = asking(f"{PROMPT} {i}", 20, stream=(True, np.bool_))
+                inputs = text_inputs(f"{PROMPT} {i}", 20, stream=(True, np.bool_))
                 yield {"model_name": "ensemble", "inputs": inputs, "request_id": str(i)}
 
         found: dict[str, str] = {}
@@ -262,54 +266,56 @@ def test_fifty_requests_of_one_stream_are_answered_together(served: Served) -> N
         assert found[str(i)] == completion(served, f"{PROMPT} {i}", 20)
 
 
-def test_who_leaves_cancels_its_requests(served: Served) -> None:
+def test_disconnect_or_deadline_cancels_requests(served: Served) -> None:
     seen = len(served.lines)
     answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
     with triton.InferenceServerClient(address(served)) as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
-        client.async_stream_infer("ensemble", asking(PROMPT, 1500, stream=(True, np.bool_), end_id=(-1, np.int32)))
+        client.async_stream_infer("ensemble", text_inputs(PROMPT, 1500, stream=(True, np.bool_), end_id=(-1, np.int32)))
         assert answers.get(timeout=60)[1] is None
         client.stop_stream(cancel_requests=True)
         served.find(r"gRPC ModelStreamInfer 'ensemble' .*error=cancelled", after=seen)
         with pytest.raises(InferenceServerException, match="Deadline"):
-            # long after it has come to the server, and long before it has its answer
-            many = asking(PROMPT, 1500, end_id=(-1, np.int32), num_return_sequences=(16, np.int32))
-            client.infer("ensemble", many, client_timeout=1)
+            # one second suffices for the request to reach the server, but not to be answered
+            inputs = text_inputs(PROMPT, 1500, end_id=(-1, np.int32), num_return_sequences=(16, np.int32))
+            client.infer("ensemble", inputs, client_timeout=1)
     served.find(r"gRPC ModelInfer 'ensemble' .*error=cancelled", after=seen)
 
 
-def test_keys_a_taken_port_and_the_end(served: Served, tmp_path: Any) -> None:
+def test_api_key_is_required_and_shutdown_drains_stream(served: Served, tmp_path: Any) -> None:
     flags = ("--num-gpu-blocks-override", "200", "--grpc-port", "0", "--api-key", "secret")
     with Served(*flags) as other, triton.InferenceServerClient(address(other)) as client:
         assert client.is_server_live() and client.is_server_ready()
-        for refused in (client.get_server_metadata, lambda: client.infer("ensemble", asking(PROMPT, 4))):
+        for refused in (client.get_server_metadata, lambda: client.infer("ensemble", text_inputs(PROMPT, 4))):
             with pytest.raises(InferenceServerException, match=r"UNAUTHENTICATED.*API key"):
                 refused()
         key = {"authorization": "Bearer secret"}
-        assert text_of(client.infer("ensemble", asking(PROMPT, 4), headers=key)).startswith(PROMPT)
+        assert text_of(client.infer("ensemble", text_inputs(PROMPT, 4), headers=key)).startswith(PROMPT)
 
         port = address(other).rpartition(":")[2]
         command = [sys.executable, "-m", "penstock.cli.main", "serve", "--host", "127.0.0.1", "--port", "0"]
-        said = subprocess.run([*command, "--grpc-port", port], capture_output=True, text=True, timeout=60)
-        assert said.returncode == 2 and f"grpc_port: cannot listen on 127.0.0.1:{port}" in said.stderr
+        second = subprocess.run([*command, "--grpc-port", port], capture_output=True, text=True, timeout=60)
+        assert second.returncode == 2 and f"grpc_port: cannot listen on 127.0.0.1:{port}" in second.stderr
 
         answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
         client.start_stream(lambda result, error: answers.put((result, error)), headers=key)
-        inputs = asking(PROMPT, 300, stream=(True, np.bool_), end_id=(-1, np.int32))
+        inputs = text_inputs(PROMPT, 300, stream=(True, np.bool_), end_id=(-1, np.int32))
         client.async_stream_infer("ensemble", inputs)
         assert answers.get(timeout=60)[1] is None
         other.terminate()
         last = False
-        while not last:  # the request that is open comes to its end
+        while not last:  # the open request is completed
             result, error = answers.get(timeout=60)
             assert error is None, error
             last = result.get_response().parameters["triton_final_response"].bool_param
         assert other.ended() == 0
-    socket.create_server(("127.0.0.1", int(port))).close()  # free again
+    socket.create_server(("127.0.0.1", int(port))).close()  # the port is free again
 
 
-def test_what_is_ignored_is_told_behind_the_answer(served: Served, client: triton.InferenceServerClient) -> None:
-    """As over HTTP, and once for all requests of a stream."""
+def test_ignored_parameters_are_reported_in_trailing_metadata(
+    served: Served, client: triton.InferenceServerClient
+) -> None:
+    """The trailing metadata is that of HTTP's header, once for all requests of a stream."""
     request = pb.ModelInferRequest(model_name="ensemble")
     request.inputs.add(name="text_input", datatype="BYTES", shape=[1, 1]).contents.bytes_contents.append(b"A")
     request.inputs.add(name="max_tokens", datatype="INT32", shape=[1, 1]).contents.int_contents.append(1)
@@ -326,18 +332,18 @@ def test_what_is_ignored_is_told_behind_the_answer(served: Served, client: trito
         other.parameters["top\nk"].int64_param = 1
         stream = stub.ModelStreamInfer(iter([request, other]))
         assert all(not response.error_message for response in stream)
-        told = dict(stream.trailing_metadata())
-        assert told["x-penstock-ignored"].split(", ") == ["parameters.prioritee", "parameters.top?k"]
-        assert told["server"].startswith("penstock/")
+        metadata = dict(stream.trailing_metadata())
+        assert metadata["x-penstock-ignored"].split(", ") == ["parameters.prioritee", "parameters.top?k"]
+        assert metadata["server"].startswith("penstock/")
     body = {"inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "data": ["A"]}]}
     body["inputs"].append({"name": "max_tokens", "datatype": "INT32", "shape": [1, 1], "data": [1]})  # type: ignore[dict-item]
     answer = httpx.post(f"{served.root}/v2/models/ensemble/infer", json=body | {"parameters": {"prioritee": 1}})
     assert answer.headers["x-penstock-ignored"] == "parameters.prioritee"
 
 
-def test_probes_are_answered_where_there_is_no_memory_for_requests(served: Served) -> None:
-    """Calls whose messages do not come hold and await all memory that one client may have; methods other than
-    ``ModelInfer`` need none, as their requests are small."""
+def test_probes_are_answered_while_request_memory_is_exhausted(served: Served) -> None:
+    """Calls without a message reserve all memory of one client; the small requests of other methods than ``ModelInfer``
+    need no reservation."""
 
     async def run() -> None:
         async with grpc.aio.insecure_channel(address(served)) as channel:
@@ -351,10 +357,10 @@ def test_probes_are_answered_where_there_is_no_memory_for_requests(served: Serve
                 assert kind.FromString(await call(request.SerializeToString(), timeout=40))
             with pytest.raises(grpc.RpcError, match="body: has 65540 bytes; the maximum is 65536"):
                 await call(b"\x0a\x80\x80\x04" + b"x" * 2**16, timeout=40)
-            for each in waiting:
-                each.cancel()
+            for call_in_progress in waiting:
+                call_in_progress.cancel()
             status = grpc.StatusCode.RESOURCE_EXHAUSTED
-            while status is grpc.StatusCode.RESOURCE_EXHAUSTED:  # until the server has seen that they left
+            while status is grpc.StatusCode.RESOURCE_EXHAUSTED:  # until the server has noticed the cancellations
                 with pytest.raises(grpc.RpcError) as refused:
                     await channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")(b"\xff\xff", timeout=40)
                 status = refused.value.code()
@@ -363,16 +369,16 @@ def test_probes_are_answered_where_there_is_no_memory_for_requests(served: Serve
     asyncio.run(run())
 
 
-def test_bytes_that_are_no_message_are_refused(served: Served) -> None:
-    """With a status and a line in the log, as all that is refused."""
-    at = len(served.lines)
+def test_malformed_message_is_rejected_and_logged(served: Served) -> None:
+    """The call gets a status, and the log a line, as for all rejected requests."""
+    seen = len(served.lines)
     with grpc.insecure_channel(address(served)) as channel:
         for method in ("ModelInfer", "ServerMetadata"):
             with pytest.raises(grpc.RpcError) as raised:
                 channel.unary_unary(f"/inference.GRPCInferenceService/{method}")(b"\xff\xff")
             assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert raised.value.details() == "body: is not a valid message of this method"
-        (told,) = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")(iter([b"\xff\xff"]))
-        assert "is not a valid message" in pb.ModelStreamInferResponse.FromString(told).error_message
-    served.find(r"gRPC ModelStreamInfer.*error=invalid", after=at)
-    assert not [line for line in served.lines[at:] if "Traceback" in line]
+        (answer,) = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")(iter([b"\xff\xff"]))
+        assert "is not a valid message" in pb.ModelStreamInferResponse.FromString(answer).error_message
+    served.find(r"gRPC ModelStreamInfer.*error=invalid", after=seen)
+    assert not [line for line in served.lines[seen:] if "Traceback" in line]

@@ -1,4 +1,4 @@
-"""Values of another JSON type: each dialect accepts those that its original server does. pydantic is the oracle."""
+"""Conversion of JSON values of another type, as in each dialect's original server; pydantic is the reference."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SCHEMAS = [*REQUESTS, MessagesRequest, ResponsesRequest, PaddleNLPRequest]
 
 
 def scalar_fields(schema: type[RequestBody]) -> Iterator[tuple[str, inspect.Type]]:
-    """The fields that are a number or a boolean, or null, but those that are refused."""
+    """Yield name and type of the supported fields that are a number or a boolean, possibly null."""
     for field in inspect.type_info(schema).fields:  # type: ignore[attr-defined]
         if field.encode_name in schema.reading.unsupported:
             continue
@@ -59,7 +59,7 @@ def scalar_fields(schema: type[RequestBody]) -> Iterator[tuple[str, inspect.Type
 
 
 def by_pydantic(kind: inspect.Type, value: Any) -> Any:
-    """The value in the field's type, ``...`` where pydantic refuses it, or it is out of the field's bounds."""
+    """Return pydantic's value of the field, or ``...`` if pydantic rejects it or it is out of the field's bounds."""
     plain = {inspect.IntType: int, inspect.FloatType: float, inspect.BoolType: bool}[type(kind)]
     try:
         result = pydantic.TypeAdapter(plain).validate_json(json.dumps(value))
@@ -75,41 +75,43 @@ def by_pydantic(kind: inspect.Type, value: Any) -> Any:
     return ... if outside or not math.isfinite(result) else result
 
 
-def ours(schema: type[RequestBody], name: str, value: Any, lax: Any) -> Any:
-    """Likewise; errors name the field."""
+def by_penstock(schema: type[RequestBody], name: str, value: Any, lax: Any) -> Any:
+    """Return Penstock's value of the field, or ``...`` if it is rejected. Checks that the error names the field."""
     required = {field.encode_name for field in msgspec.structs.fields(schema) if field.required}
-    given = {key: REQUIRED[key] for key in required} | {name: value}
+    body = {key: REQUIRED[key] for key in required} | {name: value}
     try:
-        return getattr(convert(given, schema, UnknownFields(), lax), name)
+        return getattr(convert(body, schema, UnknownFields(), lax), name)
     except PenstockError as error:
         assert error.failure.field.partition("[")[0].partition(".")[0] == name, error
         return ...
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: schema.__name__)
-def test_numbers_and_booleans_are_read_as_pydantic_reads_them(schema: type[RequestBody]) -> None:
+def test_scalars_are_converted_as_by_pydantic(schema: type[RequestBody]) -> None:
     for name, kind in scalar_fields(schema):
         for value in VALUES:
             expected = by_pydantic(kind, value)
             if len(str(value)) > 64:
-                expected = ...  # beyond what any field may be
-            found = ours(schema, name, value, "pydantic")
+                expected = ...  # longer than any field accepts
+            found = by_penstock(schema, name, value, "pydantic")
             assert (found, type(found)) == (expected, type(expected)), (name, value)
 
 
 @pytest.mark.parametrize("schema", [*REQUESTS, LlamaRequest], ids=lambda schema: schema.__name__)
-def test_other_dialects_are_stricter(schema: type[RequestBody]) -> None:
-    """No conversion, or those between numbers alone."""
+def test_strict_dialects_convert_only_between_numbers(schema: type[RequestBody]) -> None:
+    """Values are not converted at all, or only between integers and floats."""
     for name, kind in scalar_fields(schema):
         for value in ("1", "1.0", "true", " 1 "):
-            assert ours(schema, name, value, "") is ... and ours(schema, name, value, "numbers") is ...
+            assert by_penstock(schema, name, value, "") is ... and by_penstock(schema, name, value, "numbers") is ...
         if isinstance(kind, inspect.IntType):
-            assert ours(schema, name, 1.0, "") is ... and ours(schema, name, 1.0, "numbers") == 1
-            assert ours(schema, name, 1.5, "numbers") is ... and ours(schema, name, True, "numbers") is ...
+            assert by_penstock(schema, name, 1.0, "") is ... and by_penstock(schema, name, 1.0, "numbers") == 1
+            assert (
+                by_penstock(schema, name, 1.5, "numbers") is ... and by_penstock(schema, name, True, "numbers") is ...
+            )
 
 
-def test_nested_values_are_converted_and_texts_are_left() -> None:
-    given = {
+def test_nested_values_are_converted_and_strings_are_kept() -> None:
+    body = {
         "messages": [{"role": "user", "content": "4", "name": "true"}],
         "stream_options": {"include_usage": "true"},
         "logit_bias": {"5": "1.5"},
@@ -120,7 +122,7 @@ def test_nested_values_are_converted_and_texts_are_left() -> None:
         "response_format": {"type": "json_schema", "json_schema": {"name": "4", "schema": {"minimum": "4"}}},
         "tools": [{"type": "function", "function": {"name": "a", "parameters": {"maximum": "4", "x": "true"}}}],
     }
-    request = convert(given, ChatRequest, UnknownFields(), "pydantic")
+    request = convert(body, ChatRequest, UnknownFields(), "pydantic")
     assert request.messages[0].content == "4" and request.messages[0].name == "true"
     assert request.stream_options and request.stream_options.include_usage is True
     assert request.logit_bias == {5: 1.5} and request.stop == ["4", "true"] and request.stop_token_ids == [7, 8]
@@ -130,7 +132,7 @@ def test_nested_values_are_converted_and_texts_are_left() -> None:
     assert request.tools and request.tools[0].function.parameters == {"maximum": "4", "x": "true"}
 
 
-def test_prompt_of_texts_stays_texts() -> None:
+def test_prompt_of_strings_is_not_converted() -> None:
     (schema,) = (schema for schema in REQUESTS if schema.__name__ == "CompletionRequest")
     request: Any = convert({"prompt": ["4", "true"], "max_tokens": "3"}, schema, UnknownFields(), "pydantic")
     assert request.prompt == ["4", "true"] and request.max_tokens == 3
@@ -166,19 +168,19 @@ def served() -> Iterator[Served]:
 
 
 @pytest.mark.parametrize(("path", "body"), LAX)
-def test_request_with_texts_for_numbers_is_answered(served: Served, path: str, body: dict[str, Any]) -> None:
+def test_request_with_strings_for_numbers_is_answered(served: Served, path: str, body: dict[str, Any]) -> None:
     answer = httpx.post(served.url.removesuffix("/v1") + path, json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("application/json")
 
 
 @pytest.mark.parametrize(("path", "body"), STRICT)
-def test_request_that_its_server_refuses_is_refused(served: Served, path: str, body: dict[str, Any]) -> None:
+def test_request_rejected_by_original_server_is_rejected(served: Served, path: str, body: dict[str, Any]) -> None:
     answer = httpx.post(served.url.removesuffix("/v1") + path, json=body, timeout=60)
     assert 400 <= answer.status_code < 500, answer.text
 
 
-def test_stream_given_as_text_is_a_stream(served: Served) -> None:
+def test_stream_given_as_string_is_streamed(served: Served) -> None:
     body = {"prompt": "Once", "max_tokens": "2", "stream": "true"}
     answer = httpx.post(f"{served.url}/completions", json=body, timeout=60)
     assert answer.headers["content-type"].startswith("text/event-stream") and "[DONE]" in answer.text

@@ -1,4 +1,4 @@
-"""``tool_choice`` none: in every dialect the prompt shows no tools, and the answer has no call, not even as text."""
+"""``tool_choice`` none in each dialect: the prompt has no tools, and the answer no call, not even as text."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def _metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def chat(server: ScriptedServer, stream: bool) -> tuple[str, str]:
-    asked: Any = {"model": "default", "messages": QUESTION, "tools": [FUNCTION], "tool_choice": "none"}
+    fields: Any = {"model": "default", "messages": QUESTION, "tools": [FUNCTION], "tool_choice": "none"}
     if not stream:
-        (choice,) = (await server.openai.chat.completions.create(**asked)).choices
+        (choice,) = (await server.openai.chat.completions.create(**fields)).choices
         assert not choice.message.tool_calls
         return choice.message.content or "", choice.finish_reason
     text, reason = "", ""
-    async for chunk in await server.openai.chat.completions.create(**asked, stream=True):
+    async for chunk in await server.openai.chat.completions.create(**fields, stream=True):
         (choice,) = chunk.choices
         assert not choice.delta.tool_calls
         text, reason = text + (choice.delta.content or ""), choice.finish_reason or ""
@@ -36,12 +36,12 @@ async def chat(server: ScriptedServer, stream: bool) -> tuple[str, str]:
 
 async def messages(server: ScriptedServer, stream: bool) -> tuple[str, str]:
     tools: Any = [{"name": "look_around", "input_schema": SCHEMA}]
-    asked: Any = {"model": "default", "max_tokens": 99, "messages": QUESTION, "tools": tools}
-    asked["tool_choice"] = {"type": "none"}
+    fields: Any = {"model": "default", "max_tokens": 99, "messages": QUESTION, "tools": tools}
+    fields["tool_choice"] = {"type": "none"}
     if not stream:
-        message = await server.anthropic.messages.create(**asked)
+        message = await server.anthropic.messages.create(**fields)
     else:
-        async with server.anthropic.messages.stream(**asked) as streamed:
+        async with server.anthropic.messages.stream(**fields) as streamed:
             message = await streamed.get_final_message()
     assert message.stop_reason == "end_turn"
     return "".join(block.text for block in message.content), "stop"
@@ -49,10 +49,10 @@ async def messages(server: ScriptedServer, stream: bool) -> tuple[str, str]:
 
 async def responses(server: ScriptedServer, stream: bool) -> tuple[str, str]:
     tools: Any = [{"type": "function", "name": "look_around", "parameters": SCHEMA, "strict": False}]
-    asked: Any = {"model": "default", "input": QUESTION, "tools": tools, "tool_choice": "none", "store": False}
+    fields: Any = {"model": "default", "input": QUESTION, "tools": tools, "tool_choice": "none", "store": False}
     if not stream:
-        return (await server.openai.responses.create(**asked)).output_text, "stop"
-    async for event in await server.openai.responses.create(**asked, stream=True):
+        return (await server.openai.responses.create(**fields)).output_text, "stop"
+    async for event in await server.openai.responses.create(**fields, stream=True):
         last = event
     return last.response.output_text, "stop"
 
@@ -89,11 +89,11 @@ ANSWERS: dict[str, tuple[dict[str, Any], str, str]] = {
     "a list that is no call": ({"chat_template": PLAIN, "tool_call_parser": "pythonic"}, "[f(x=1)]", "[f(x=1)]"),
     "no format": ({"chat_template": PLAIN}, "Well.", "Well."),
 }
-"""By what the model writes: options of the model, its answer, and the content."""
+"""By case: options of the model, its raw output, and the expected content."""
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_nothing_is_called(name: str) -> None:
+def test_tool_choice_none_hides_tools_and_removes_calls(name: str) -> None:
     options, answer, content = ANSWERS[name]
 
     async def check() -> None:
@@ -108,7 +108,7 @@ def test_nothing_is_called(name: str) -> None:
     asyncio.run(check())
 
 
-def test_tools_are_shown_otherwise() -> None:
+def test_prompt_has_tools_with_tool_choice_auto() -> None:
     async def check() -> None:
         async with scripted_server() as server:
             server.say("Well.")

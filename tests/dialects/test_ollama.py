@@ -1,4 +1,4 @@
-"""Ollama's API, through Ollama's own client."""
+"""Ollama's API, tested with Ollama's Python client."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ def client(servers: Servers) -> ollama.Client:
 @pytest.mark.row(
     "ollama", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"
 )
-def test_chat(client: ollama.Client) -> None:
+def test_chat_stream_equals_whole_answer(client: ollama.Client) -> None:
     messages = [{"role": "user", "content": QUESTION}]
     whole = client.chat(MODEL, messages, options=GREEDY)
     assert ANSWER in (whole.message.content or "")
     assert (whole.done, whole.done_reason, whole.message.role) == (True, "stop", "assistant")
     assert whole.eval_count and whole.prompt_eval_count and whole.total_duration and whole.eval_duration
-    pieces = list(client.chat(f"{MODEL}:latest", messages, options=GREEDY, stream=True))
-    assert len(pieces) >= 2
-    assert "".join(piece.message.content or "" for piece in pieces) == whole.message.content
-    assert [piece.done for piece in pieces] == [False] * (len(pieces) - 1) + [True]
-    assert pieces[-1].eval_count == whole.eval_count
-    drawn = {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "seed": 7, "stop": ["Ottawa"]}
-    drawn |= {"presence_penalty": 0.1, "frequency_penalty": 0.1}
-    first, again = (client.chat(MODEL, messages, options=drawn).message.content for _ in range(2))
+    chunks = list(client.chat(f"{MODEL}:latest", messages, options=GREEDY, stream=True))
+    assert len(chunks) >= 2
+    assert "".join(chunk.message.content or "" for chunk in chunks) == whole.message.content
+    assert [chunk.done for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1].eval_count == whole.eval_count
+    sampling = {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "seed": 7, "stop": ["Ottawa"]}
+    sampling |= {"presence_penalty": 0.1, "frequency_penalty": 0.1}
+    first, again = (client.chat(MODEL, messages, options=sampling).message.content for _ in range(2))
     assert first == again and ANSWER not in (first or "")
 
 
-def test_tools(client: ollama.Client) -> None:
+def test_tool_is_called_and_its_result_read(client: ollama.Client) -> None:
     messages: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather in Paris?"}]
     for stream in (False, True):
-        given = client.chat(MODEL, messages, tools=[WEATHER], options=GREEDY, stream=stream)  # type: ignore[call-overload]
-        pieces = list(given) if stream else [given]
-        (call,) = [call for piece in pieces for call in piece.message.tool_calls or ()]
+        answer = client.chat(MODEL, messages, tools=[WEATHER], options=GREEDY, stream=stream)  # type: ignore[call-overload]
+        chunks = list(answer) if stream else [answer]
+        (call,) = [call for chunk in chunks for call in chunk.message.tool_calls or ()]
         assert (call.function.name, call.function.arguments) == ("get_weather", {"city": "Paris"})
     messages += [
         {"role": "assistant", "tool_calls": [{"function": {"name": "get_weather", "arguments": {"city": "Paris"}}}]},
@@ -68,20 +68,24 @@ def test_tools(client: ollama.Client) -> None:
     assert "21" in (client.chat(MODEL, messages, tools=[WEATHER], options=GREEDY).message.content or "")
 
 
-def test_calls_with_ids(tmp_path: Path) -> None:
-    """Open WebUI and the AI SDK's provider give calls ids of their own, which some templates insist on."""
+def test_ids_of_tool_calls_reach_template(tmp_path: Path) -> None:
+    """Open WebUI and the AI SDK's provider send ids of calls, which some templates require."""
     template = tmp_path / "ids.jinja"
     template.write_text(
         "{% for message in messages %}{% for call in message.tool_calls or [] %}{{ call.id }}{% endfor %}"
         "{{ message.tool_call_id }}{{ message.content }}{% endfor %}"
     )
-    asked = {"role": "user", "content": "Weather?"}
+    question = {"role": "user", "content": "Weather?"}
     call = {"id": "call_1234", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
     result = {"role": "tool", "tool_call_id": "call_1234", "content": "21"}
     with Served("--chat-template", str(template), "--num-gpu-blocks-override", "100") as served:
         tokens = []
-        for called, told in ((call, result), (call | {"id": None}, result), (call, result | {"tool_call_id": None})):
-            messages = [asked, {"role": "assistant", "tool_calls": [called]}, told]
+        for sent_call, sent_result in (
+            (call, result),
+            (call | {"id": None}, result),
+            (call, result | {"tool_call_id": None}),
+        ):
+            messages = [question, {"role": "assistant", "tool_calls": [sent_call]}, sent_result]
             body = {"model": MODEL, "messages": messages, "stream": False, "options": {"num_predict": 1}}
             answer = httpx.post(f"{served.root}/api/chat", json=body)
             assert answer.status_code == 200 and "x-penstock-ignored" not in answer.headers, answer.text
@@ -93,11 +97,11 @@ def test_calls_with_ids(tmp_path: Path) -> None:
 @pytest.mark.row("ollama", "num_predict")
 @pytest.mark.row("ollama", "num_ctx", "num_thread", "num_gpu", "num_batch", "num_keep", "main_gpu", "use_mmap")
 @pytest.mark.row("ollama", "repeat_penalty")
-def test_generate(client: ollama.Client) -> None:
+def test_generate_options_take_effect(client: ollama.Client) -> None:
     whole = client.generate(MODEL, QUESTION, options=GREEDY)
     assert ANSWER in whole.response
     assert (
-        "".join(piece.response for piece in client.generate(MODEL, QUESTION, options=GREEDY, stream=True))
+        "".join(chunk.response for chunk in client.generate(MODEL, QUESTION, options=GREEDY, stream=True))
         == whole.response
     )
     raw = client.generate(
@@ -112,10 +116,10 @@ def test_generate(client: ollama.Client) -> None:
     assert client.generate(MODEL, "a a a a a a a", options=GREEDY | varied, raw=True).response
     scored = client.generate(MODEL, QUESTION, options=GREEDY, logprobs=True, top_logprobs=2)
     assert scored.logprobs and len(scored.logprobs) == scored.eval_count
-    assert all(len(one.top_logprobs or ()) == 2 and one.logprob <= 0 for one in scored.logprobs)
+    assert all(len(token.top_logprobs or ()) == 2 and token.logprob <= 0 for token in scored.logprobs)
 
 
-def test_formats(client: ollama.Client) -> None:
+def test_format_constrains_answer(client: ollama.Client) -> None:
     schema = {
         "type": "object",
         "properties": {"city": {"type": "string", "maxLength": 8}},
@@ -132,7 +136,7 @@ def test_formats(client: ollama.Client) -> None:
 
 
 @pytest.mark.row("ollama", "/api/embed", "/api/embeddings")
-def test_embeddings(client: ollama.Client) -> None:
+def test_embeddings_are_computed(client: ollama.Client) -> None:
     both = client.embed(MODEL, ["one text", "another"])
     assert len(both.embeddings) == 2 and both.prompt_eval_count
     assert [*client.embeddings(MODEL, "another").embedding] == pytest.approx([*both.embeddings[1]])
@@ -143,10 +147,10 @@ def test_embeddings(client: ollama.Client) -> None:
 @pytest.mark.row("ollama", "/api/tags", "/api/ps", "/api/show")
 @pytest.mark.row("ollama", "/api/version")
 @pytest.mark.row("ollama", "/api/pull")
-def test_models(client: ollama.Client) -> None:
+def test_models_are_listed_and_shown(client: ollama.Client) -> None:
     (listed,) = client.list().models
     assert listed.model == MODEL and listed.size and listed.digest and listed.details
-    assert [one.model for one in client.ps().models] == [MODEL]
+    assert [running.model for running in client.ps().models] == [MODEL]
     shown = client.show(MODEL)
     assert {"completion", "tools"} <= set(shown.capabilities or ())
     assert shown.modelinfo and shown.details
@@ -159,18 +163,18 @@ def test_models(client: ollama.Client) -> None:
 
 
 @pytest.mark.row("ollama", "mirostat", "tfs_z", "typical_p")
-def test_errors(client: ollama.Client, servers: Servers) -> None:
+def test_invalid_options_are_rejected_by_name(client: ollama.Client, servers: Servers) -> None:
     with pytest.raises(ollama.ResponseError, match="does not exist") as missing:
         client.chat("llama3.2", [{"role": "user", "content": "?"}])
     assert missing.value.status_code == 404
-    for options, words in (
+    for options, message in (
         ({"temperature": -1}, "temperature"),
         ({"mirostat": 2}, "mirostat"),
         ({"tfs_z": 0.5}, "tfs_z"),
         ({"typical_p": 0.5}, "typical_p"),
         ({"num_predict": "x"}, "num_predict"),
     ):
-        with pytest.raises(ollama.ResponseError, match=words):
+        with pytest.raises(ollama.ResponseError, match=message):
             client.generate(MODEL, QUESTION, options=options)
     for call in (
         lambda: client.create("mine", from_=MODEL),
@@ -185,7 +189,7 @@ def test_errors(client: ollama.Client, servers: Servers) -> None:
     assert answer.headers["x-penstock-ignored"] == "unknown"
 
 
-def test_images(tmp_path: Path) -> None:
+def test_images_reach_vision_model(tmp_path: Path) -> None:
     save_colours(tmp_path)
     buffer = io.BytesIO()
     Image.new("RGB", (64, 64), "green").save(buffer, "PNG")

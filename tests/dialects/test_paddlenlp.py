@@ -1,4 +1,4 @@
-"""PaddleNLP's dialect, with the clients of its document: ``requests`` and ``openai``."""
+"""PaddleNLP's HTTP protocol, tested with the clients of its documentation: ``requests`` and ``openai``."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def greedy(served: Served, **body: Any) -> dict[str, Any]:
     return found
 
 
-# --- What fields do ---------------------------------------------------------------------------------------------------
+# --- Fields -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.row("paddlenlp", "stream", "streamed")
-def test_the_pieces_of_streams(served: Served) -> None:
+def test_stream_lines_are_numbered_and_have_req_id(served: Served) -> None:
     req_id = str(uuid.uuid1())
     single = lines(served, text="Hello, how are you?", req_id=req_id, max_dec_len=64)
     conversation = [
@@ -75,7 +75,7 @@ def test_the_pieces_of_streams(served: Served) -> None:
         {"role": "system", "content": "I'm a helpful AI assistant."},
         {"role": "user", "content": "List 3 countries and their capitals."},
     ]
-    multi = lines(served, messages=conversation, req_id=req_id, max_dec_len=64)  # the same id, now that it is free
+    multi = lines(served, messages=conversation, req_id=req_id, max_dec_len=64)  # the id is free again
     for found in (single, multi):
         assert found and all(line["error_msg"] == "" and line["error_code"] == 0 for line in found)
         assert {line["req_id"] for line in found} == {req_id}
@@ -89,47 +89,49 @@ def test_the_pieces_of_streams(served: Served) -> None:
     "paddlenlp", "/v1/chat/completions", "/v1/completions", "whole", "return_usage", "return_all_tokens", "infer_seed"
 )
 @pytest.mark.parametrize("path", ["/chat/completions", "/completions"])
-def test_a_stream_is_the_whole_answer(served: Served, path: str) -> None:
-    asked: dict[str, Any] = {"text": "Tell me about 加拿大 and 🦊.", "max_dec_len": 40, "infer_seed": 3}
-    whole = ask(served, path, **asked, return_usage=True).json()
+def test_stream_equals_whole_answer(served: Served, path: str) -> None:
+    body: dict[str, Any] = {"text": "Tell me about 加拿大 and 🦊.", "max_dec_len": 40, "infer_seed": 3}
+    whole = ask(served, path, **body, return_usage=True).json()
     assert whole["tokens_all"] == whole["result"] and whole["error_code"] == 0 and whole["error_msg"] == ""
-    streamed = lines(served, path, **asked, return_usage=True)
+    streamed = lines(served, path, **body, return_usage=True)
     assert "".join(line["token"] for line in streamed) == whole["result"]
     assert [line["usage"] for line in streamed if "usage" in line] == [whole["usage"]] == [streamed[-1]["usage"]]
-    (at_once,) = lines(served, path, **asked, return_all_tokens=True)
+    (at_once,) = lines(served, path, **body, return_all_tokens=True)
     assert at_once["token"] == whole["result"] and at_once["is_end"] == 1 and at_once["send_idx"] == 0
     assert at_once["token_ids"] == [token for line in streamed for token in line["token_ids"]]
 
 
 @pytest.mark.row("paddlenlp", "seed")
-def test_defaults_are_the_dialect_s(served: Served, llm: LLM) -> None:
-    """Not those of the model's makers."""
+def test_sampling_defaults_are_paddlenlps(served: Served, llm: LLM) -> None:
+    """The model's ``generation_config.json`` is not used."""
     sampling = SamplingParams(temperature=0.95, top_p=0.7, min_tokens=1, max_tokens=30, seed=5)
     text = llm.chat(turn("Once upon a time"), sampling, use_tqdm=False)[0].outputs[0].text
     assert ask(served, text="Once upon a time", max_dec_len=30, seed=5).json()["result"] == text
 
 
 @pytest.mark.row("paddlenlp", "text", "messages", "input_ids", "system")
-def test_texts_ids_and_messages(served: Served, tokenizer: PreTrainedTokenizerFast) -> None:
-    """A text is one turn of a user, as where PaddleNLP's server has USE_HF_TOKENIZER=0."""
+def test_text_input_ids_and_messages_give_same_answer(served: Served, tokenizer: PreTrainedTokenizerFast) -> None:
+    """A text is one user message, as in PaddleNLP's server with USE_HF_TOKENIZER=0."""
     text = "What is the capital of Canada?"
     messages = turn(text)
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ids = tokenizer.encode(rendered, add_special_tokens=False)
     expected = greedy(served, input_ids=ids, max_dec_len=16, return_usage=True)
     assert "Ottawa" in expected["result"]
-    for asked in ({"text": text}, {"messages": messages}):
-        found = greedy(served, **asked, max_dec_len=16, req_id="chat", return_usage=True)
+    for prompt in ({"text": text}, {"messages": messages}):
+        found = greedy(served, **prompt, max_dec_len=16, req_id="chat", return_usage=True)
         assert (found["result"], found["usage"]) == (expected["result"], expected["usage"])
     system = {"role": "system", "content": "Answer in one word."}
-    same = greedy(served, messages=[system, *messages], req_id="chat", max_dec_len=16, return_usage=True)
-    for asked in ({"text": text}, {"messages": messages}):
-        found = greedy(served, **asked, system=system["content"], max_dec_len=16, return_usage=True)
-        assert (found["result"], found["usage"]) == (same["result"], same["usage"])
+    expected_with_system = greedy(
+        served, messages=[system, *messages], req_id="chat", max_dec_len=16, return_usage=True
+    )
+    for prompt in ({"text": text}, {"messages": messages}):
+        found = greedy(served, **prompt, system=system["content"], max_dec_len=16, return_usage=True)
+        assert (found["result"], found["usage"]) == (expected_with_system["result"], expected_with_system["usage"])
 
 
 @pytest.mark.row("paddlenlp", "max_dec_len", "seq_len", "max_tokens", "min_dec_len", "eos_token_ids")
-def test_lengths_and_ends(served: Served, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_length_limits_and_eos_token_ids_take_effect(served: Served, tokenizer: PreTrainedTokenizerFast) -> None:
     for name in ("max_dec_len", "seq_len", "max_tokens"):
         usage = greedy(served, text="One two three", min_dec_len=7, return_usage=True, **{name: 7})["usage"]
         assert usage["completion_tokens"] == 7
@@ -144,7 +146,7 @@ def test_lengths_and_ends(served: Served, tokenizer: PreTrainedTokenizerFast) ->
 
 @pytest.mark.row("paddlenlp", "penalty_score", "frequency_score", "presence_score", "topp", "top_p", "temperature")
 @pytest.mark.parametrize(
-    ("name", "value", "ours"),
+    ("name", "value", "parameter"),
     [
         ("penalty_score", 1.5, "repetition_penalty"),
         ("frequency_score", 1.5, "frequency_penalty"),
@@ -156,15 +158,19 @@ def test_lengths_and_ends(served: Served, tokenizer: PreTrainedTokenizerFast) ->
         ("temperature", 1.5, "temperature"),
     ],
 )
-def test_values_of_sampling(served: Served, llm: LLM, name: str, value: float, ours: str) -> None:
-    drawn = SamplingParams(temperature=0.95, top_p=0.7, min_tokens=1, max_tokens=30, seed=5).replace(**{ours: value})
-    text = llm.chat(turn("The dog and the dog"), drawn, use_tqdm=False)[0].outputs[0].text
+def test_sampling_fields_equal_sampling_params(
+    served: Served, llm: LLM, name: str, value: float, parameter: str
+) -> None:
+    sampling = SamplingParams(temperature=0.95, top_p=0.7, min_tokens=1, max_tokens=30, seed=5).replace(
+        **{parameter: value}
+    )
+    text = llm.chat(turn("The dog and the dog"), sampling, use_tqdm=False)[0].outputs[0].text
     found = ask(served, text="The dog and the dog", max_dec_len=30, seed=5, model="whatever", **{name: value})
     assert found.json()["result"] == text
 
 
-def test_a_prompt_is_openai_s(served: Served) -> None:
-    """Also with a field that only this dialect has: then it is no field of the request's."""
+def test_request_with_prompt_is_answered_as_openai(served: Served) -> None:
+    """A field that only PaddleNLP has is ignored."""
     answer = ask(served, "/completions", prompt="a", topp=0.5)
     assert answer.json()["object"] == "text_completion" and answer.headers["x-penstock-ignored"] == "topp"
 
@@ -172,8 +178,8 @@ def test_a_prompt_is_openai_s(served: Served) -> None:
 @pytest.mark.parametrize(
     "field", ["timeout", "system", "text", "input_ids", "response_timeout", "return_usage", "req_id"]
 )
-def test_what_an_openai_client_adds_changes_no_shape(served: Served, field: str) -> None:
-    """It names its model; others, which need not, are told by what nobody else would send."""
+def test_openai_client_with_extra_field_gets_openai_answer(served: Served, field: str) -> None:
+    """A request with ``model`` is OpenAI's; without it, only ``req_id`` marks a request as PaddleNLP's."""
     extra = {field: {"timeout": 5, "input_ids": [1], "return_usage": True}.get(field, "a")}
     client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
     answer = client.chat.completions.create(
@@ -189,12 +195,12 @@ def test_what_an_openai_client_adds_changes_no_shape(served: Served, field: str)
         assert found.headers["x-penstock-ignored"] == field
 
 
-# --- What is refused --------------------------------------------------------------------------------------------------
+# --- Errors and limits ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.row("paddlenlp", "wrong")
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "message"),
     [
         ({"req_id": "a"}, "text: is missing; give text, messages or input_ids"),
         ({"text": ""}, "text: "),
@@ -223,21 +229,21 @@ def test_what_an_openai_client_adds_changes_no_shape(served: Served, field: str)
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_wrong_requests_are_told_what_is_wrong(served: Served, body: dict[str, Any], words: str, stream: bool) -> None:
+def test_invalid_field_is_rejected_by_name(served: Served, body: dict[str, Any], message: str, stream: bool) -> None:
     answer = ask(served, **{"stream": stream, **body})
     (line,) = answer.iter_lines()
     found = json.loads(line)
-    assert found["error_msg"].startswith(words), found
-    assert (found["error_code"], answer.status_code) == (400, 200)  # its clients look at the former only
+    assert found["error_msg"].startswith(message), found
+    assert (found["error_code"], answer.status_code) == (400, 200)  # PaddleNLP's clients check only error_code
     assert found["req_id"] == body.get("req_id", "")
 
 
-def test_a_prompt_beyond_the_limit_says_it(served: Served) -> None:
+def test_prompt_above_max_seq_len_is_rejected(served: Served) -> None:
     assert "more than MAX_SEQ_LEN (64)" in ask(served, text="a " * 100).json()["error_msg"]
 
 
 class Endless:
-    """A request that goes on until it is left."""
+    """A streamed request that runs until the context ends."""
 
     def __init__(self, served: Served, **body: Any) -> None:
         self._stream = httpx.stream("POST", f"{served.url}/completions", json={**ENDLESS, "stream": True, **body})
@@ -245,7 +251,7 @@ class Endless:
         self.first = json.loads(next(self._lines))
 
     def last(self) -> dict[str, Any]:
-        """Its last line."""
+        """Read the stream to its end; return the last line."""
         found: dict[str, Any] = json.loads(list(self._lines)[-1])
         return found
 
@@ -257,52 +263,52 @@ class Endless:
 
 
 @pytest.mark.row("paddlenlp", "req_id")
-def test_an_id_is_refused_while_it_is_taken(served: Served) -> None:
-    """Whichever of the two processes the other request came to."""
+def test_req_id_is_rejected_while_in_use(served: Served) -> None:
+    """The requests may be received by different API processes."""
     with Endless(served, req_id="mine") as running:
         assert running.first["req_id"] == "mine"
-        for _ in range(12):  # connections go to either process
+        for _ in range(12):  # connections are accepted by either process
             refused = ask(served, text="a", req_id="mine")
             assert refused.json()["error_msg"].startswith("req_id: 'mine' already exists")
         assert ask(served, text="a", req_id="yours", max_dec_len=1).json()["error_code"] == 0
     deadline = threading.Event()
     while ask(served, text="a", req_id="mine", max_dec_len=1).json()["error_code"]:
-        assert not deadline.wait(0.01)  # the engine has yet to hear that the client disconnected
+        assert not deadline.wait(0.01)  # the engine has not yet noticed the disconnect
 
 
 @pytest.mark.row("paddlenlp", "timeout", "response_timeout")
-def test_who_waits_too_long_is_told(served: Served) -> None:
-    with Endless(served), Endless(served):  # as many as may run
+def test_waiting_request_times_out(served: Served) -> None:
+    with Endless(served), Endless(served):  # max_num_seqs requests
         for name in ("timeout", "response_timeout"):
-            late = f"late {name}"  # another name each: the two API processes' messages may overtake each other
+            late = f"late {name}"  # unique: messages of the two API processes may arrive out of order
             answer = ask(served, text="a", req_id=late, **{name: 0.2})
-            words = "timeout: no output for 0.2 seconds"
-            assert answer.json() == {"req_id": late, "error_msg": words, "error_code": 408}
+            message = "timeout: no output for 0.2 seconds"
+            assert answer.json() == {"req_id": late, "error_msg": message, "error_code": 408}
 
 
-def test_a_whole_answer_comes_in_time_or_not_at_all(served: Served) -> None:
-    """Though another of its tokens comes all the time."""
+def test_response_timeout_limits_whole_answer_but_not_stream(served: Served) -> None:
+    """Each chunk of a stream is an output; a whole answer is one output, although its tokens arrive one by one."""
     answer = ask(served, **ENDLESS, req_id="slow", response_timeout=0.2).json()
     assert answer == {"req_id": "slow", "error_msg": "timeout: no output for 0.2 seconds", "error_code": 408}
     begun, long = time.monotonic(), ENDLESS | {"min_dec_len": 700, "max_dec_len": 700}
     lines(served, **long)
-    less = 0.75 * (time.monotonic() - begun)  # than all of its pieces take, and far more than one of them
+    less = 0.75 * (time.monotonic() - begun)  # less than the whole stream takes, far more than one chunk
     assert lines(served, **long, response_timeout=less)[-1]["is_end"] == 1
 
 
-def test_a_full_queue_and_a_dead_engine_are_told() -> None:
+def test_full_queue_and_dead_engine_are_reported() -> None:
     with Served("--num-gpu-blocks-override", "99", "--max-num-seqs", "1", "--max-waiting", "0") as small:
         with Endless(small, req_id="first") as running:
             refused = ask(small, text="a", req_id="second")
             assert refused.json()["error_code"] == 429 and refused.headers["retry-after"]
             assert refused.json()["req_id"] == "second" and "waiting" in refused.json()["error_msg"]
             os.kill(small.pids["engine"][0], signal.SIGKILL)
-            told = running.last()
-        assert told == {"req_id": "first", "error_msg": told["error_msg"], "error_code": 503}
-        assert "the engine died" in told["error_msg"]
+            last = running.last()
+        assert last == {"req_id": "first", "error_msg": last["error_msg"], "error_code": 503}
+        assert "the engine died" in last["error_msg"]
 
 
-def test_limits_hold_for_every_dialect_and_in_python(served: Served) -> None:
+def test_length_limits_hold_in_all_dialects_and_llm(served: Served) -> None:
     client = openai.OpenAI(base_url=served.url, api_key="none")
     with pytest.raises(openai.BadRequestError, match=r"max_prompt_len \(64\)"):
         client.completions.create(model="default", prompt="a " * 100)

@@ -1,4 +1,4 @@
-"""The beginning of an answer that a client sends: in the prompt as it was sent, and in the answer with ``echo``."""
+"""A prefilled answer is in the prompt unmodified, and in the answer with ``echo``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from scripted_engine import ScriptedServer, scripted_server
 
-KEEPING = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
-TRIMMING = KEEPING.replace("message.content", "message.content | trim")
+UNMODIFIED = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+TRIMMED = UNMODIFIED.replace("message.content", "message.content | trim")
 QUESTION = {"role": "user", "content": "Go on."}
 PREFILLS = ["It is", "It is ", "  It is", "def f():\n    "]
 
@@ -30,39 +30,39 @@ def run(check: Callable[[ScriptedServer], Any], **options: Any) -> None:
 
 
 @pytest.mark.parametrize("prefill", PREFILLS)
-def test_prefills_are_kept_in_every_dialect(prefill: str) -> None:
-    begun = {"role": "assistant", "content": prefill}
+def test_prefill_is_unmodified_in_prompt_of_each_dialect(prefill: str) -> None:
+    last = {"role": "assistant", "content": prefill}
 
     async def check(server: ScriptedServer) -> None:
         server.say(" so.")
-        goes_on = {"add_generation_prompt": False, "continue_final_message": True}
-        said: list[Any] = [QUESTION, begun]
-        await server.openai.chat.completions.create(model="default", messages=said, extra_body=goes_on)
+        continuing = {"add_generation_prompt": False, "continue_final_message": True}
+        messages: list[Any] = [QUESTION, last]
+        await server.openai.chat.completions.create(model="default", messages=messages, extra_body=continuing)
         assert server.prompt == f"[user]Go on.[assistant]{prefill}"
-        await server.anthropic.messages.create(model="default", max_tokens=9, messages=said)
+        await server.anthropic.messages.create(model="default", max_tokens=9, messages=messages)
         assert server.prompt == f"[user]Go on.[assistant]{prefill}"
-        applied = await server.http.post("/apply-template", json={"messages": said, **goes_on})
+        applied = await server.http.post("/apply-template", json={"messages": messages, **continuing})
         assert applied.json()["prompt"] == f"[user]Go on.[assistant]{prefill}"
 
-    run(check, chat_template=KEEPING)
+    run(check, chat_template=UNMODIFIED)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prefill", PREFILLS)
-@pytest.mark.parametrize("template", [KEEPING, TRIMMING])
-def test_echo_gives_the_text_of_the_prompt_and_the_answer(template: str, prefill: str, stream: bool) -> None:
+@pytest.mark.parametrize("template", [UNMODIFIED, TRIMMED])
+def test_echo_returns_prefill_and_answer(template: str, prefill: str, stream: bool) -> None:
     async def check(server: ScriptedServer) -> None:
-        trimmed = template == TRIMMING and prefill[-1].isspace()
+        trimmed = template == TRIMMED and prefill[-1].isspace()
         answer = " so." if trimmed or not prefill[-1].isspace() else "so."
         server.say(answer)
         extra = {"add_generation_prompt": False, "continue_final_message": True, "echo": True}
-        said: Any = [QUESTION, {"role": "assistant", "content": prefill}]
-        asked: Any = {"model": "default", "messages": said, "extra_body": extra}
+        messages: Any = [QUESTION, {"role": "assistant", "content": prefill}]
+        fields: Any = {"model": "default", "messages": messages, "extra_body": extra}
         if stream:
-            chunks = [chunk async for chunk in await server.openai.chat.completions.create(**asked, stream=True)]
+            chunks = [chunk async for chunk in await server.openai.chat.completions.create(**fields, stream=True)]
             text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
         else:
-            text = (await server.openai.chat.completions.create(**asked)).choices[0].message.content
+            text = (await server.openai.chat.completions.create(**fields)).choices[0].message.content
         assert text == (prefill.rstrip() if trimmed else prefill) + answer
 
     run(check, chat_template=template)

@@ -1,5 +1,4 @@
-"""Flags and environment variables that other systems publish: each acts, is ignored with a reason, or is refused by
-name."""
+"""Published flags of other systems: each takes effect, is ignored with a reason, or is rejected by name."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from penstock.config.sources import ResolvedConfiguration
 from penstock.core import PenstockError
 
 EXAMPLES = ("1", "0.5", "auto", "false", "{}", "name", "INFO", "4096")
-"""Values to try: one of these is what a flag takes."""
+"""Values to try; each flag accepts at least one of them."""
 
 SYSTEMS = {
     "": (published.VLLM_SWITCHES, published.VLLM_VALUES, published.VLLM_SHORT),
@@ -33,11 +32,11 @@ SYSTEMS = {
 }
 SWITCHES_AMONG_SHORT = ("-ep", "-dph", "-dpe", "-dpm")
 HANDLED_BEFORE = ("--config", "--model-repository", "--model-store")
-"""Flags that name files, which have to exist."""
+"""Flags of files that must exist."""
 
 
 class Refused(Exception):
-    """What the command line answers."""
+    """An error of the command line."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +52,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
 
 
 def parse(parser: argparse.ArgumentParser, *arguments: str) -> ResolvedConfiguration | None:
-    """The configuration, None where the flag is unknown. Raises ``Refused`` with the sentence."""
+    """Return the configuration, or None if a flag is unknown. Raises ``Refused`` with the error message."""
     try:
         args, unknown = parser.parse_known_args(expand_spellings(parser, list(arguments)))
     except (argparse.ArgumentError, PenstockError) as error:
@@ -67,8 +66,8 @@ def parse(parser: argparse.ArgumentParser, *arguments: str) -> ResolvedConfigura
 
 
 def outcomes(parser: argparse.ArgumentParser, flag: str, takes_value: bool) -> dict[str | None, str]:
-    """What each example value does: ``acts``, ``ignored``, ``nothing``, or the sentence that refuses it."""
-    usual = parse(parser)
+    """Return the outcome of each example value: ``acts``, ``ignored``, ``nothing``, ``unknown`` or an error message."""
+    default = parse(parser)
     result: dict[str | None, str] = {}
     for value in EXAMPLES if takes_value else (None,):
         try:
@@ -76,32 +75,32 @@ def outcomes(parser: argparse.ArgumentParser, flag: str, takes_value: bool) -> d
         except Refused as error:
             result[value] = str(error)
             continue
-        if found is None or usual is None:
+        if found is None or default is None:
             result[value] = "unknown"
             continue
-        result[value] = "ignored" if found.ignored != usual.ignored else "nothing"
-        if found.sources != usual.sources:
+        result[value] = "ignored" if found.ignored != default.ignored else "nothing"
+        if found.sources != default.sources:
             result[value] = "acts"
     return result
 
 
 def fault(parser: argparse.ArgumentParser, flag: str, takes_value: bool) -> str:
-    """What is wrong with how a flag is answered; empty for nothing."""
+    """Return the problem of how a flag is handled, or an empty string."""
     found = outcomes(parser, flag, takes_value)
     if "unknown" in found.values():
         return f"{flag} is unknown"
-    sentences = [outcome for outcome in found.values() if " " in outcome]
-    if not sentences and "nothing" in found.values() and not {*found.values()} & {"acts", "ignored"}:
+    messages = [outcome for outcome in found.values() if " " in outcome]
+    if not messages and "nothing" in found.values() and not {*found.values()} & {"acts", "ignored"}:
         return f"{flag} is accepted silently: {found}"
     name = re.sub(r"\W", "_", flag.lstrip("-"))
-    always = len(sentences) == len(found) and len(flag) > 4
-    if always and not any(name in re.sub(r"\W", "_", sentence) for sentence in sentences):
-        return f"{flag} is refused under another name: {sentences}"
+    always = len(messages) == len(found) and len(flag) > 4
+    if always and not any(name in re.sub(r"\W", "_", message) for message in messages):
+        return f"{flag} is refused under another name: {messages}"
     return ""
 
 
 NO_EFFECT = ("--headless", "--engine-worker-queue-port", "--ips")
-"""Accepted without a word: nodes other than the first are headless; the others act on several instances or nodes."""
+"""Flags without a visible effect here: they act only with several instances or nodes."""
 CASES = [
     (system, flag, flag not in switches and flag not in SWITCHES_AMONG_SHORT)
     for system, (switches, values, short) in SYSTEMS.items()
@@ -122,7 +121,7 @@ CASES = [
 @pytest.mark.row("bladellm", "--enable_triton_mla", "--with_visual", "--look_ahead_window_size")
 @pytest.mark.row("bladellm", "--look_ahead_gram_size", "--guess_set_size", "--draft.dtype")
 @pytest.mark.row("triton", "tritonserver")
-@pytest.mark.parametrize("system", ["", "fastdeploy", "triton", "bladellm"])  # vllm's are those of ""
+@pytest.mark.parametrize("system", ["", "fastdeploy", "triton", "bladellm"])  # "" has the flags of vllm
 def test_published_flag_acts_or_is_ignored_or_refused_by_name(
     parsers: dict[str, argparse.ArgumentParser], system: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -205,7 +204,7 @@ def test_value_or_short_form_is_translated(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ("--tokenizer-revision b", "must equal --revision"),
         ("--num-speculative-tokens 3", "requires --speculative-model"),
@@ -215,14 +214,12 @@ def test_value_or_short_form_is_translated(
         ("--mm-encoder-only", "a server always runs the whole model"),
     ],
 )
-def test_flags_that_contradict_each_other_are_refused(
-    capsys: pytest.CaptureFixture[str], arguments: str, words: str
-) -> None:
+def test_contradicting_flags_are_rejected(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
     assert main(["config", "--compat", "vllm", *arguments.split()]) == 2
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_command_of_ascend_serves_a_checkpoint_with_its_quantization_flag(tmp_path: Path) -> None:
+def test_ascend_start_servers_script_serves_quantized_checkpoint(tmp_path: Path) -> None:
     assert main(["shims", str(tmp_path), "ascend-vllm"]) == 0
     command = [str(tmp_path / "llm_tools/PD_separate/start_servers.sh"), "--model", str(demo.CHAT)]
     with Served("-q", "smoothquant", "--num-gpu-blocks-override", "100", command=command) as served:

@@ -1,4 +1,4 @@
-"""Scores, ranks, classes and pooling over HTTP: the forms of vLLM, Cohere and Jina."""
+"""Scoring, reranking, classification and pooling over HTTP (vLLM, Cohere, Jina) against ``LLM`` and transformers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def post(server: Served, path: str, **body: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a cross-encoder."""
+    """Checkpoint of a cross-encoder."""
     folder = tmp_path_factory.mktemp("cross")
     save_encoder(draw_config("bert", Random(3)), folder, labels=1)
     return folder
@@ -58,28 +58,28 @@ def scores(folder: Path) -> list[float]:
 
 @pytest.mark.row("vllm", "POST /rerank", "/v1/rerank", "/v2/rerank")
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
-def test_documents_are_ranked(server: Served, scores: list[float], path: str) -> None:
+def test_rerank_sorts_documents_by_score(server: Served, scores: list[float], path: str) -> None:
     answer = post(server, path, model="ranker", query=QUERY, documents=DOCUMENTS)
-    assert [one["relevance_score"] for one in answer["results"]] == sorted(scores, reverse=True)
-    for one in answer["results"]:
-        assert one["relevance_score"] == scores[one["index"]]
-        assert one["document"] == {"text": DOCUMENTS[one["index"]]}
+    assert [result["relevance_score"] for result in answer["results"]] == sorted(scores, reverse=True)
+    for result in answer["results"]:
+        assert result["relevance_score"] == scores[result["index"]]
+        assert result["document"] == {"text": DOCUMENTS[result["index"]]}
     objects = [{"text": text} for text in DOCUMENTS]
     short = post(server, path, query=QUERY, documents=objects, top_n=2, return_documents=False)
-    assert [one.items() for one in short["results"]] == [
-        {key: one[key] for key in ("index", "relevance_score")}.items() for one in answer["results"][:2]
+    assert [result.items() for result in short["results"]] == [
+        {key: result[key] for key in ("index", "relevance_score")}.items() for result in answer["results"][:2]
     ]
     assert short["usage"] == answer["usage"]
 
 
 @pytest.mark.row("vllm", "use_activation")
-def test_pairs_are_scored(server: Served, scores: list[float]) -> None:
+def test_score_equals_llm_score(server: Served, scores: list[float]) -> None:
     for path in ("/score", "/v1/score"):
         for names in (("text_1", "text_2"), ("queries", "documents")):
             answer = post(server, path, **dict(zip(names, (QUERY, DOCUMENTS), strict=True)))
-            assert [one["score"] for one in answer["data"]] == scores
+            assert [entry["score"] for entry in answer["data"]] == scores
     raw = post(server, "/score", text_1=QUERY, text_2=DOCUMENTS, use_activation=False)
-    found = torch.tensor([one["score"] for one in raw["data"]]).sigmoid().tolist()
+    found = torch.tensor([entry["score"] for entry in raw["data"]]).sigmoid().tolist()
     assert found == pytest.approx(scores, abs=1e-6)
     cut = post(server, "/rerank", query=QUERY, documents=[DOCUMENTS[1]], max_tokens_per_doc=5)
     words = DOCUMENTS[1].split()[:5]
@@ -89,22 +89,22 @@ def test_pairs_are_scored(server: Served, scores: list[float]) -> None:
 
 
 @pytest.mark.row("vllm", "/classify", "/pooling")
-def test_classes_and_pooling(server: Served, folder: Path) -> None:
+def test_classify_and_pooling_equal_llm_classify(server: Served, folder: Path) -> None:
     answer = post(server, "/classify", input=DOCUMENTS)
     outputs = LLM(folder, dtype="float32", **OPTIONS).classify(DOCUMENTS, use_tqdm=False)
-    assert [one["probs"] for one in answer["data"]] == [output.outputs.probs for output in outputs]
-    assert {(one["label"], one["num_classes"]) for one in answer["data"]} == {("LABEL_0", 1)}
+    assert [entry["probs"] for entry in answer["data"]] == [output.outputs.probs for output in outputs]
+    assert {(entry["label"], entry["num_classes"]) for entry in answer["data"]} == {("LABEL_0", 1)}
     pooled = post(server, "/pooling", input=DOCUMENTS)
-    assert [one["data"] for one in pooled["data"]] == [one["probs"] for one in answer["data"]]
+    assert [entry["data"] for entry in pooled["data"]] == [entry["probs"] for entry in answer["data"]]
     coded = post(server, "/pooling", input=DOCUMENTS, encoding_format="base64", task="classify")
-    for one, own in zip(coded["data"], pooled["data"], strict=True):
-        assert array("f", base64.b64decode(one["data"])).tolist() == own["data"]
+    for entry, plain in zip(coded["data"], pooled["data"], strict=True):
+        assert array("f", base64.b64decode(entry["data"])).tolist() == plain["data"]
     tokens = post(server, "/pooling", input=[[5, 6, 7]], task="token_classify")["data"][0]["data"]
     assert [len(vector) for vector in tokens] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "words"),
+    ("path", "body", "message"),
     [
         ("/v1/embeddings", {"input": "river"}, "does not support embeddings"),
         ("/v1/completions", {"prompt": "river"}, "no language model head"),
@@ -115,10 +115,10 @@ def test_classes_and_pooling(server: Served, folder: Path) -> None:
         ("/pooling", {"input": "river", "task": "plugin"}, "task"),
     ],
 )
-def test_what_cannot_be_answered_is_refused_by_name(server: Served, path: str, body: Any, words: str) -> None:
+def test_unsupported_request_is_rejected_by_name(server: Served, path: str, body: Any, message: str) -> None:
     answer = httpx.post(server.root + path, json=body, timeout=60)
     assert answer.status_code in (400, 422, 501), answer.text
-    assert words in answer.text
+    assert message in answer.text
 
 
 PROMPTS = {"query": "where is the ", "document": "the "}
@@ -143,11 +143,11 @@ def vectors(encoder: Path, texts: list[str]) -> list[list[float]]:
     return [output.outputs.embedding for output in llm.embed(texts, use_tqdm=False)]
 
 
-def test_openais_client_embeds_with_an_encoder(encoder: Path, embedder: Served) -> None:
-    wanted = vectors(encoder, DOCUMENTS)
+def test_openai_client_embeds_with_encoder(encoder: Path, embedder: Served) -> None:
+    expected = vectors(encoder, DOCUMENTS)
     with openai.OpenAI(base_url=embedder.url, api_key="none", max_retries=0, timeout=60) as client:
         answer = client.embeddings.create(model="default", input=DOCUMENTS)
-        assert [entry.embedding for entry in answer.data] == wanted
+        assert [entry.embedding for entry in answer.data] == expected
         with pytest.raises(openai.BadRequestError, match="context length is 128"):
             client.embeddings.create(model="default", input="a " * 400)
         extra = {"truncate_prompt_tokens": -1}
@@ -157,10 +157,10 @@ def test_openais_client_embeds_with_an_encoder(encoder: Path, embedder: Served) 
     assert near[0]["relevance_score"] == pytest.approx(1, abs=1e-6)
 
 
-def test_coheres_client_embeds(encoder: Path, embedder: Served) -> None:
-    """Numbers as OpenAI's path has them, and integers and bits as sentence-transformers makes them."""
-    named = [PROMPTS["query"] + text for text in DOCUMENTS], [PROMPTS["document"] + text for text in DOCUMENTS]
-    queries, documents, plain = (vectors(encoder, texts) for texts in (*named, DOCUMENTS))
+def test_cohere_embeddings_have_each_type(encoder: Path, embedder: Served) -> None:
+    """Floats equal ``LLM.embed``; integers and bits are quantized as by sentence-transformers."""
+    prompted = [PROMPTS["query"] + text for text in DOCUMENTS], [PROMPTS["document"] + text for text in DOCUMENTS]
+    queries, documents, plain = (vectors(encoder, texts) for texts in (*prompted, DOCUMENTS))
     client = cohere.ClientV2("none", base_url=embedder.root)
     types = ["float", "int8", "uint8", "binary", "ubinary", "base64"]
     answer = client.embed(model="default", input_type="search_query", texts=DOCUMENTS, embedding_types=types)
@@ -170,9 +170,9 @@ def test_coheres_client_embeds(encoder: Path, embedder: Served) -> None:
     for name, bits in (("binary", found.binary), ("ubinary", found.ubinary)):
         assert bits == quantize_embeddings(np.array(queries), precision=name).tolist()  # type: ignore[arg-type]
     for integers, shift in ((found.int8, 0), (found.uint8, 128)):
-        for own, vector in zip(np.array(integers) - shift, np.array(queries), strict=True):
-            assert abs(own).max() == 127
-            assert own @ vector / np.linalg.norm(own) / np.linalg.norm(vector) == pytest.approx(1, abs=1e-3)
+        for quantized, vector in zip(np.array(integers) - shift, np.array(queries), strict=True):
+            assert abs(quantized).max() == 127
+            assert quantized @ vector / np.linalg.norm(quantized) / np.linalg.norm(vector) == pytest.approx(1, abs=1e-3)
     answer = client.embed(model="default", input_type="search_document", texts=DOCUMENTS, output_dimension=16)
     assert answer.embeddings.float_ == [vector[:16] for vector in documents] and answer.embeddings.int8 is None
     parts = [{"content": [{"type": "text", "text": text}]} for text in DOCUMENTS]
@@ -182,7 +182,7 @@ def test_coheres_client_embeds(encoder: Path, embedder: Served) -> None:
     assert old.embed(model="default", texts=DOCUMENTS, embedding_types=["float"]).embeddings.float_ == plain  # type: ignore[union-attr]
 
 
-def test_coheres_client_embeds_long_texts(encoder: Path, embedder: Served) -> None:
+def test_cohere_embed_truncates_long_texts(encoder: Path, embedder: Served) -> None:
     client = cohere.ClientV2("none", base_url=embedder.root)
     words = WORDS * 20
     start, end = vectors(encoder, [" ".join(words[-126:]), " ".join(words[:126])])
@@ -200,7 +200,7 @@ def test_coheres_client_embeds_long_texts(encoder: Path, embedder: Served) -> No
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("fields", "message"),
     [
         ({"images": ["data:image/png;base64,AA"]}, "images: this endpoint embeds text only"),
         (
@@ -212,14 +212,14 @@ def test_coheres_client_embeds_long_texts(encoder: Path, embedder: Served) -> No
         ({"texts": ["river"], "embedding_types": ["int4"]}, "embedding_types"),
     ],
 )
-def test_what_cohere_embeds_and_this_server_does_not_is_told(embedder: Served, given: Any, words: str) -> None:
-    answer = httpx.post(embedder.root + "/v2/embed", json=given | {"input_type": "clustering"}, timeout=60)
+def test_unsupported_cohere_embed_request_is_rejected(embedder: Served, fields: Any, message: str) -> None:
+    answer = httpx.post(embedder.root + "/v2/embed", json=fields | {"input_type": "clustering"}, timeout=60)
     assert answer.status_code in (400, 422, 501), answer.text
-    assert words in answer.json()["message"]
+    assert message in answer.json()["message"]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_decoders_classify_by_their_last_token(family: str, tmp_path: Path) -> None:
+def test_decoder_classifies_by_last_token(family: str, tmp_path: Path) -> None:
     configs = {"qwen3": Qwen3Config(**SMALL, head_dim=32, sliding_window=None), "llama": LlamaConfig(**SMALL)}
     config = configs[family]
     save(config, tmp_path)
@@ -229,17 +229,17 @@ def test_decoders_classify_by_their_last_token(family: str, tmp_path: Path) -> N
     model.save_pretrained(tmp_path)
     llm = LLM(tmp_path, dtype="float32", max_num_batched_tokens=50, **OPTIONS)
     prompts = [[5 + number % 290 for number in range(length)] for length in (1, 30, 200)]
-    for _ in range(2):  # with cached prefixes, too
+    for _ in range(2):  # the second time with cached prefixes
         for output, prompt in zip(llm.classify(prompts, use_tqdm=False), prompts, strict=True):
             with torch.inference_mode():
-                wanted = model(torch.tensor([prompt])).logits[0].softmax(0)
-            assert output.outputs.probs == pytest.approx(wanted.tolist(), abs=2e-5)
+                expected = model(torch.tensor([prompt])).logits[0].softmax(0)
+            assert output.outputs.probs == pytest.approx(expected.tolist(), abs=2e-5)
     rewards = llm.reward(prompts[1], use_tqdm=False)[0].outputs.data
     assert len(rewards) == 30
     assert rewards[-1] == pytest.approx(llm.classify(prompts[1], use_tqdm=False)[0].outputs.probs, abs=1e-6)  # type: ignore[comparison-overlap]
 
 
-def test_qwen3s_template_is_the_one_of_its_makers() -> None:
+def test_qwen3_reranker_template_equals_original() -> None:
     source = ROOT / "examples" / "score_templates" / "qwen3_reranker.jinja"
     messages = [{"role": "query", "content": "a?"}, {"role": "document", "content": "b."}]
     text = ChatTemplate(source.read_text(), {}).render(messages)
@@ -248,11 +248,11 @@ def test_qwen3s_template_is_the_one_of_its_makers() -> None:
     assert text.endswith("\n<Query>: a?\n<Document>: b.<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
-def test_a_model_that_says_yes_or_no_scores_pairs(tmp_path: Path) -> None:
-    """As Qwen3-Reranker: the probability of yes among the two, after the texts in a template."""
+def test_yes_no_reranker_scores_pairs(tmp_path: Path) -> None:
+    """The score is the probability of "yes" against "No" as the next token, as in Qwen3-Reranker."""
     save(Qwen3Config(**SMALL | {"vocab_size": 4096}, head_dim=32, sliding_window=None), tmp_path)
     template = "<q>{{ messages[0].content }}</q><d>{{ messages[1].content }}</d>"
-    tokens = ("No", "yes")  # which the tokenizer has
+    tokens = ("No", "yes")  # tokens of the vocabulary
     llm = LLM(
         tmp_path, dtype="float32", pooling_task="score", classifier_tokens=tokens, chat_template=template, **OPTIONS
     )

@@ -1,4 +1,4 @@
-"""OpenAI's Responses, as OpenAI's own client speaks them."""
+"""OpenAI's Responses API, tested with OpenAI's Python client and compared with chat completions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def client(served: Served) -> openai.OpenAI:
 
 
 def streamed(client: openai.OpenAI, **fields: Any) -> Response:
-    """The last one told, after events that say the same piece by piece."""
+    """Return the final response of a stream; check that its events add up to it."""
     texts: dict[str, str] = {}
     events = list(client.responses.create(**fields, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -51,8 +51,8 @@ def streamed(client: openai.OpenAI, **fields: Any) -> Response:
             texts[event.item_id] = texts.get(event.item_id, "") + event.delta
     last = events[-1].response
     for item in last.output:
-        told = item.arguments if item.type == "function_call" else item.content[0].text
-        assert texts.get(item.id, "") == told
+        text = item.arguments if item.type == "function_call" else item.content[0].text
+        assert texts.get(item.id, "") == text
         assert [event.item for event in events if event.type == "response.output_item.done"].count(item) == 1
     return last
 
@@ -67,7 +67,7 @@ BOTH = pytest.mark.parametrize("ask", [whole, streamed])
 @pytest.mark.row("responses", "responses.create", "input", "message", "instructions", "max_output_tokens", "stream")
 @pytest.mark.row("responses", "temperature", "sequence_number")
 @BOTH
-def test_a_response_is_answered_as_a_chat_is(client: openai.OpenAI, ask: Any) -> None:
+def test_response_equals_chat_completion(client: openai.OpenAI, ask: Any) -> None:
     response = ask(client, **PLAIN, instructions="You are a pirate.", input=CAPITAL)
     messages: Any = [{"role": "system", "content": "You are a pirate."}, {"role": "user", "content": CAPITAL}]
     chat = client.chat.completions.create(model="default", temperature=0, max_tokens=60, messages=messages)
@@ -82,7 +82,7 @@ def test_a_response_is_answered_as_a_chat_is(client: openai.OpenAI, ask: Any) ->
 
 
 @BOTH
-def test_what_is_cut_is_incomplete(client: openai.OpenAI, ask: Any) -> None:
+def test_response_cut_by_max_output_tokens_is_incomplete(client: openai.OpenAI, ask: Any) -> None:
     cut = ask(client, **PLAIN | {"max_output_tokens": 2}, input=CAPITAL)
     assert (cut.status, cut.incomplete_details.reason, cut.usage.output_tokens) == (
         "incomplete",
@@ -94,21 +94,21 @@ def test_what_is_cut_is_incomplete(client: openai.OpenAI, ask: Any) -> None:
 
 @pytest.mark.row("responses", "function_call", "function_call_output", "tools", "function", "tool_choice")
 @BOTH
-def test_tools_are_called_and_what_came_of_it_read(client: openai.OpenAI, ask: Any) -> None:
+def test_function_is_called_and_its_output_read(client: openai.OpenAI, ask: Any) -> None:
     question = {"role": "user", "content": [{"type": "input_text", "text": "What is the weather in Paris?"}]}
-    named = {"type": "function", "name": "get_weather"}
-    called = ask(client, **PLAIN, input=[question], tools=[WEATHER], tool_choice=named)
+    forced = {"type": "function", "name": "get_weather"}
+    called = ask(client, **PLAIN, input=[question], tools=[WEATHER], tool_choice=forced)
     call = called.output[-1]
     assert (call.type, call.name, list(json.loads(call.arguments))) == ("function_call", "get_weather", ["city"])
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
-    back = [question, *[item.model_dump() for item in called.output], result]
-    assert ask(client, **PLAIN, input=back, tools=[WEATHER]).output_text
+    history = [question, *[item.model_dump() for item in called.output], result]
+    assert ask(client, **PLAIN, input=history, tools=[WEATHER]).output_text
 
 
 @pytest.mark.row("responses", "namespace", "web_search")
 @BOTH
-def test_functions_of_a_namespace_are_called_by_it(client: openai.OpenAI, ask: Any) -> None:
-    """And a tool of OpenAI's servers beside them is left out, as Codex sends both."""
+def test_function_call_has_namespace_and_web_search_is_ignored(client: openai.OpenAI, ask: Any) -> None:
+    """Codex sends namespaces together with tools of OpenAI's servers."""
     question = {"role": "user", "content": "What is the weather in Paris?"}
     tools: Any = [{"type": "namespace", "name": "reports", "tools": [WEATHER]}, {"type": "web_search"}]
     called = ask(client, **PLAIN, input=[question], tools=tools, tool_choice="required")
@@ -116,17 +116,17 @@ def test_functions_of_a_namespace_are_called_by_it(client: openai.OpenAI, ask: A
     assert (call.type, call.namespace, call.name) == ("function_call", "reports", "get_weather")
     assert [tool.type for tool in called.tools] == ["namespace"]
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
-    back = [question, *[item.model_dump() for item in called.output], result]
-    assert ask(client, **PLAIN, input=back, tools=tools).output_text
-    told = client.responses.with_raw_response.create(**PLAIN, input=CAPITAL, tools=tools)
-    assert "tools[1].web_search" in told.headers["x-penstock-ignored"]
+    history = [question, *[item.model_dump() for item in called.output], result]
+    assert ask(client, **PLAIN, input=history, tools=tools).output_text
+    raw = client.responses.with_raw_response.create(**PLAIN, input=CAPITAL, tools=tools)
+    assert "tools[1].web_search" in raw.headers["x-penstock-ignored"]
     with pytest.raises(openai.BadRequestError, match=r"tools\[0\].tools\[0\].type: custom is not supported"):
         ask(client, **PLAIN, input=CAPITAL, tools=[{"type": "namespace", "name": "a", "tools": [{"type": "custom"}]}])
 
 
 @pytest.mark.row("responses", "auto", "none", "required", "parallel_tool_calls")
 @BOTH
-def test_whether_tools_are_called(client: openai.OpenAI, ask: Any) -> None:
+def test_tool_choice_forces_or_forbids_calls(client: openai.OpenAI, ask: Any) -> None:
     def calls(choice: str, **more: Any) -> list[str]:
         response = ask(client, **PLAIN, input=CAPITAL, tools=[WEATHER], tool_choice=choice, **more)
         return [item.name for item in response.output if item.type == "function_call"]
@@ -139,17 +139,17 @@ def test_whether_tools_are_called(client: openai.OpenAI, ask: Any) -> None:
 @pytest.mark.row("responses", "reasoning", "reasoning.effort", "reasoning.summary", "reasoning.generate_summary")
 @pytest.mark.row("responses", "chat_template_kwargs")
 @BOTH
-def test_thoughts_are_items(client: openai.OpenAI, ask: Any) -> None:
-    thought = ask(client, **PLAIN | {"max_output_tokens": 200}, input=CAPITAL, extra_body=THINK)
-    assert [item.type for item in thought.output] == ["reasoning", "message"]
-    assert thought.usage.output_tokens_details.reasoning_tokens > 0
-    back = [{"role": "user", "content": CAPITAL}, *[item.model_dump() for item in thought.output]]
-    assert ask(client, **PLAIN, input=[*back, {"role": "user", "content": "Thanks."}]).output_text
+def test_reasoning_is_an_output_item(client: openai.OpenAI, ask: Any) -> None:
+    thinking = ask(client, **PLAIN | {"max_output_tokens": 200}, input=CAPITAL, extra_body=THINK)
+    assert [item.type for item in thinking.output] == ["reasoning", "message"]
+    assert thinking.usage.output_tokens_details.reasoning_tokens > 0
+    history = [{"role": "user", "content": CAPITAL}, *[item.model_dump() for item in thinking.output]]
+    assert ask(client, **PLAIN, input=[*history, {"role": "user", "content": "Thanks."}]).output_text
     off = ask(client, **PLAIN, input=CAPITAL, reasoning={"effort": "none"})
     assert [item.type for item in off.output] == ["message"]
     for more in ({"summary": "auto"}, {"generate_summary": "concise"}, {}):
         on = ask(client, **PLAIN, input=CAPITAL, reasoning={"effort": "max", **more})
-        assert on.output[0].content[0].text == thought.output[0].content[0].text
+        assert on.output[0].content[0].text == thinking.output[0].content[0].text
 
 
 class City(pydantic.BaseModel, extra="forbid"):
@@ -158,9 +158,9 @@ class City(pydantic.BaseModel, extra="forbid"):
 
 @pytest.mark.row("responses", "text.format", "text", "json_schema", "json_object")
 @BOTH
-def test_an_answer_keeps_to_a_form(client: openai.OpenAI, ask: Any) -> None:
-    wanted = {"format": {"type": "json_schema", "name": "city", "schema": SCHEMA, "strict": True}}
-    assert list(json.loads(ask(client, **PLAIN, input=CAPITAL, text=wanted).output_text)) == ["city"]
+def test_text_format_constrains_answer(client: openai.OpenAI, ask: Any) -> None:
+    text_config = {"format": {"type": "json_schema", "name": "city", "schema": SCHEMA, "strict": True}}
+    assert list(json.loads(ask(client, **PLAIN, input=CAPITAL, text=text_config).output_text)) == ["city"]
     free = ask(client, **PLAIN, input=CAPITAL, text={"format": {"type": "text"}})
     assert free.output_text == ask(client, **PLAIN, input=CAPITAL).output_text
     json_object = ask(client, **PLAIN, input=CAPITAL, text={"format": {"type": "json_object"}})
@@ -168,7 +168,7 @@ def test_an_answer_keeps_to_a_form(client: openai.OpenAI, ask: Any) -> None:
 
 
 @pytest.mark.row("responses", "responses.parse", "responses.stream")
-def test_the_client_s_helpers(client: openai.OpenAI) -> None:
+def test_client_helpers_parse_and_stream(client: openai.OpenAI) -> None:
     parsed = client.responses.parse(**PLAIN, input=CAPITAL, text_format=City)
     assert isinstance(parsed.output_parsed, City)
     with client.responses.stream(**PLAIN, input=CAPITAL, text_format=City) as stream:
@@ -185,23 +185,23 @@ def test_the_client_s_helpers(client: openai.OpenAI) -> None:
     assert call.parsed_arguments == json.loads(call.arguments)
 
 
-def test_many_streams_at_once_are_answered_each_by_itself(served: Served, client: openai.OpenAI) -> None:
+def test_concurrent_streams_equal_sequential_responses(served: Served, client: openai.OpenAI) -> None:
     questions = [f"What is {number} plus {number}?" for number in range(2, 26)]
     alone = [client.responses.create(**PLAIN, input=question).output_text for question in questions]
 
     async def ask() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=served.url, api_key="none", max_retries=0) as many:
+        async with openai.AsyncOpenAI(base_url=served.url, api_key="none", max_retries=0) as async_client:
 
-            async def one(question: str) -> str:
-                async with many.responses.stream(**PLAIN, input=question) as stream:
+            async def ask_one(question: str) -> str:
+                async with async_client.responses.stream(**PLAIN, input=question) as stream:
                     return (await stream.get_final_response()).output_text
 
-            return await asyncio.gather(*map(one, questions))
+            return await asyncio.gather(*map(ask_one, questions))
 
     assert asyncio.run(ask()) == alone
 
 
-def test_langchain_speaks_it(served: Served, client: openai.OpenAI) -> None:
+def test_langchain_invokes_streams_and_calls_tools(served: Served, client: openai.OpenAI) -> None:
     from langchain_core.messages import HumanMessage, ToolMessage
     from langchain_openai import ChatOpenAI
 
@@ -220,26 +220,26 @@ def test_langchain_speaks_it(served: Served, client: openai.OpenAI) -> None:
 
 
 @pytest.mark.row("responses", "responses.input_tokens.count")
-def test_tokens_are_counted(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "default", "input": CAPITAL, "instructions": "Be short.", "tools": [WEATHER]}
-    used = client.responses.create(**PLAIN | asked).usage
+def test_input_tokens_count_equals_usage(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"model": "default", "input": CAPITAL, "instructions": "Be short.", "tools": [WEATHER]}
+    used = client.responses.create(**PLAIN | fields).usage
     assert used is not None
-    assert client.responses.input_tokens.count(**asked).input_tokens == used.input_tokens
+    assert client.responses.input_tokens.count(**fields).input_tokens == used.input_tokens
     with pytest.raises(openai.BadRequestError, match=r"previous_response_id.*keeps no state"):
-        client.responses.input_tokens.count(**asked, previous_response_id="resp_1")
+        client.responses.input_tokens.count(**fields, previous_response_id="resp_1")
     with pytest.raises(openai.NotFoundError):
-        client.responses.input_tokens.count(**asked | {"model": "nobody"})
+        client.responses.input_tokens.count(**fields | {"model": "nobody"})
 
 
 @pytest.mark.row("responses", "responses.retrieve", "cancel", "delete", "input_items")
 @pytest.mark.row("responses", "responses.compact")
-def test_nothing_is_kept(client: openai.OpenAI) -> None:
-    kept = client.responses.create(**PLAIN, input=CAPITAL)
+def test_responses_are_not_stored_without_storage_dir(client: openai.OpenAI) -> None:
+    response = client.responses.create(**PLAIN, input=CAPITAL)
     for ask in (
-        lambda: client.responses.retrieve(kept.id),
-        lambda: client.responses.cancel(kept.id),
-        lambda: client.responses.delete(kept.id),
-        lambda: client.responses.input_items.list(kept.id),
+        lambda: client.responses.retrieve(response.id),
+        lambda: client.responses.cancel(response.id),
+        lambda: client.responses.delete(response.id),
+        lambda: client.responses.input_items.list(response.id),
         lambda: client.responses.compact(model="default", input=CAPITAL),
     ):
         with pytest.raises(openai.NotFoundError):
@@ -250,33 +250,33 @@ def test_nothing_is_kept(client: openai.OpenAI) -> None:
 @pytest.mark.row("responses", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "stream_options")
 @pytest.mark.row("responses", 'include: ["reasoning.encrypted_content"]')
 @BOTH
-def test_what_changes_no_answer(client: openai.OpenAI, ask: Any) -> None:
-    told: dict[str, Any] = {"metadata": {"a": "b"}, "user": "me", "service_tier": "default"}
-    untold: dict[str, Any] = {
+def test_neutral_fields_do_not_change_answer(client: openai.OpenAI, ask: Any) -> None:
+    returned: dict[str, Any] = {"metadata": {"a": "b"}, "user": "me", "service_tier": "default"}
+    other: dict[str, Any] = {
         "max_tool_calls": 3, "prompt_cache_key": "a", "prompt_cache_retention": "24h", "safety_identifier": "b",
         "include": ["reasoning.encrypted_content"], "store": False, "background": False, "truncation": "disabled",
         "top_logprobs": 0,
     }  # fmt: skip
     if ask is streamed:
-        untold["stream_options"] = {"include_obfuscation": False}
-    response = ask(client, **PLAIN, input=CAPITAL, **told, **untold)
+        other["stream_options"] = {"include_obfuscation": False}
+    response = ask(client, **PLAIN, input=CAPITAL, **returned, **other)
     assert response.output_text == ask(client, **PLAIN, input=CAPITAL).output_text
-    assert {name: getattr(response, name) for name in told} == told
+    assert {name: getattr(response, name) for name in returned} == returned
 
 
 @pytest.mark.row("responses", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos", "cache_salt", "priority")
 @BOTH
-def test_sampling_is_that_of_chats(client: openai.OpenAI, ask: Any) -> None:
+def test_sampling_fields_equal_chat_completion(client: openai.OpenAI, ask: Any) -> None:
     sampling = {
         "temperature": 1.5, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "seed": 4, "stop": ["zebra"], "ignore_eos": True,
         "cache_salt": "s", "priority": 1,
     }  # fmt: skip
     story = "Tell me a story about a fox."
-    mine = ask(client, model="default", max_output_tokens=30, input=story, extra_body=sampling)
+    response = ask(client, model="default", max_output_tokens=30, input=story, extra_body=sampling)
     messages: Any = [{"role": "user", "content": story}]
     chat = client.chat.completions.create(model="default", max_tokens=30, messages=messages, extra_body=sampling)
-    assert mine.output_text == chat.choices[0].message.content
-    assert mine.output_text != ask(client, **PLAIN | {"max_output_tokens": 30}, input=story).output_text
+    assert response.output_text == chat.choices[0].message.content
+    assert response.output_text != ask(client, **PLAIN | {"max_output_tokens": 30}, input=story).output_text
     stopped = ask(client, **PLAIN, input=CAPITAL, extra_body={"stop": ["Ottawa"]})
     assert stopped.status == "completed" and "Ottawa" not in stopped.output_text
 
@@ -286,7 +286,7 @@ def test_sampling_is_that_of_chats(client: openai.OpenAI, ask: Any) -> None:
 @pytest.mark.row("responses", "truncation: auto", "context_management", "moderation")
 @pytest.mark.row("responses", "top_logprobs", "include", "text.verbosity", "errors")
 @pytest.mark.parametrize(
-    ("fields", "named"),
+    ("fields", "message"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id.*keeps no state"),
         ({"conversation": "conv_1"}, "conversation: the server keeps no state"),
@@ -314,23 +314,26 @@ def test_sampling_is_that_of_chats(client: openai.OpenAI, ask: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_wrong_is_refused_by_name(
-    client: openai.OpenAI, fields: dict[str, Any], named: str, stream: bool
+def test_invalid_or_unsupported_field_is_rejected_by_name(
+    client: openai.OpenAI, fields: dict[str, Any], message: str, stream: bool
 ) -> None:
-    with pytest.raises(openai.BadRequestError, match=named):
+    with pytest.raises(openai.BadRequestError, match=message):
         client.responses.create(**PLAIN | {"input": CAPITAL} | fields, stream=stream)
 
 
-def test_what_was_refused_is_read_again(client: openai.OpenAI) -> None:
-    refused: Any = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
-    said: Any = {"role": "assistant", "content": [{"type": "output_text", "text": "No."}]}
+def test_refusal_in_history_equals_output_text(client: openai.OpenAI) -> None:
+    refusal: Any = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
+    output_text: Any = {"role": "assistant", "content": [{"type": "output_text", "text": "No."}]}
     question: Any = {"role": "user", "content": CAPITAL}
-    texts = [client.responses.create(**PLAIN, input=[question, item, question]).output_text for item in (refused, said)]
+    texts = [
+        client.responses.create(**PLAIN, input=[question, item, question]).output_text
+        for item in (refusal, output_text)
+    ]
     assert texts[0] == texts[1]
 
 
 @pytest.mark.row("responses", "errors")
-def test_an_engine_that_dies_ends_a_stream_with_an_error() -> None:
+def test_dead_engine_ends_stream_with_error() -> None:
     with Served("--num-gpu-blocks-override", "80") as served:
         client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
         endless = {"model": "default", "input": CAPITAL, "ignore_eos": True, "stream": True}
@@ -340,11 +343,11 @@ def test_an_engine_that_dies_ends_a_stream_with_an_error() -> None:
             lines = raw.iter_lines()
             first = next(lines)
             os.kill(served.pids["engine"][0], signal.SIGKILL)
-            told = [json.loads(line[6:]) for line in (first, *lines) if line.startswith("data: ")]
+            events = [json.loads(line[6:]) for line in (first, *lines) if line.startswith("data: ")]
         with pytest.raises(openai.APIError, match="the engine died"):
             list(stream)
-    assert [event["sequence_number"] for event in told] == list(range(len(told)))
-    assert (told[-1]["type"], told[-1]["code"]) == ("error", "service_unavailable_error")
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert (events[-1]["type"], events[-1]["code"]) == ("error", "service_unavailable_error")
 
 
 class Place(pydantic.BaseModel):
@@ -352,14 +355,14 @@ class Place(pydantic.BaseModel):
 
 
 class Anything(pydantic.BaseModel):
-    """Which any JSON object is: json_object asks for no more."""
+    """Accepts any JSON object, because ``json_object`` enforces no schema."""
 
     city: str = ""
 
 
 @pytest.mark.row("responses", "tool_choice", "text.format")
 @pytest.mark.parametrize(
-    ("mode", "wanted"),
+    ("mode", "response_model"),
     [
         ("TOOLS", Place),
         ("TOOLS_STRICT", Place),
@@ -369,22 +372,24 @@ class Anything(pydantic.BaseModel):
         ("RESPONSES_TOOLS_WITH_INBUILT_TOOLS", Place),
     ],
 )
-def test_instructor_s_modes(client: openai.OpenAI, mode: str, wanted: type[pydantic.BaseModel]) -> None:
-    """With instructor as it is. Of its modes for Responses each names a tool, and a form of the text besides."""
-    asking = instructor.from_openai(client, mode=instructor.Mode[mode])
+def test_instructor_modes_return_model(
+    client: openai.OpenAI, mode: str, response_model: type[pydantic.BaseModel]
+) -> None:
+    """instructor is unmodified. Its modes for Responses send both a tool and a text format."""
+    instructor_client = instructor.from_openai(client, mode=instructor.Mode[mode])
     messages: Any = [{"role": "user", "content": CAPITAL}]
-    answer = asking.chat.completions.create(
-        model="default", messages=messages, response_model=wanted, max_retries=0, temperature=0
+    answer = instructor_client.chat.completions.create(
+        model="default", messages=messages, response_model=response_model, max_retries=0, temperature=0
     )
-    assert isinstance(answer, wanted)
+    assert isinstance(answer, response_model)
 
 
 @pytest.mark.parametrize("mode", ["ANTHROPIC_TOOLS", "ANTHROPIC_REASONING_TOOLS"])
-def test_instructor_s_modes_for_anthropic(served: Served, mode: str) -> None:
+def test_instructor_anthropic_modes_return_model(served: Served, mode: str) -> None:
     plain = anthropic.Anthropic(base_url=served.root, api_key="none", max_retries=0)
-    asking = instructor.from_anthropic(plain, mode=instructor.Mode[mode])
+    instructor_client = instructor.from_anthropic(plain, mode=instructor.Mode[mode])
     messages: Any = [{"role": "user", "content": CAPITAL}]
-    answer = asking.messages.create(
+    answer = instructor_client.messages.create(
         model="default", messages=messages, response_model=Place, max_retries=0, max_tokens=60, extra_body=GREEDY
     )
     assert isinstance(answer, Place)

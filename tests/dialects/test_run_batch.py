@@ -1,4 +1,4 @@
-"""``penstock run-batch``: files of requests, killed in the middle and gone on with."""
+"""``penstock run-batch``: results against ``LLM``, errors of lines, and continuation of interrupted runs."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ def results(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "out.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def summary(said: subprocess.CompletedProcess[str]) -> str:
-    return said.stderr.splitlines()[-1]
+def summary(ran: subprocess.CompletedProcess[str]) -> str:
+    return ran.stderr.splitlines()[-1]
 
 
-def test_answers_are_those_of_the_engine(tmp_path: Path) -> None:
+def test_results_equal_llm(tmp_path: Path) -> None:
     lines = [chat(str(i), question, **GREEDY) for i, question in enumerate(QUESTIONS)]
     several = request("both", {"prompt": ["Once upon a time", "The"], "model": "mine", **GREEDY}, COMPLETIONS)
     vectors = request("vectors", {"input": QUESTIONS, "encoding_format": "float"}, "/v1/embeddings")
     write(tmp_path, [*lines, "", several, vectors])
-    said = run_batch(tmp_path, "--served-model-name", "mine", "--max-concurrency", "2")
-    assert said.returncode == 0, said.stderr
-    assert "5 answered, 0 failed, 0 skipped" in summary(said)
+    ran = run_batch(tmp_path, "--served-model-name", "mine", "--max-concurrency", "2")
+    assert ran.returncode == 0, ran.stderr
+    assert "5 answered, 0 failed, 0 skipped" in summary(ran)
     answers = {result["custom_id"]: result["response"]["body"] for result in results(tmp_path)}
     llm, params = LLM(num_gpu_blocks_override=200), SamplingParams(**GREEDY)
     chats = llm.chat([[{"role": "user", "content": q}] for q in QUESTIONS], params, use_tqdm=False)
@@ -83,7 +83,7 @@ def test_answers_are_those_of_the_engine(tmp_path: Path) -> None:
     assert [entry["embedding"] for entry in answers["vectors"]["data"]] == embedded
 
 
-def test_lines_that_fail_say_why_and_are_told_once(tmp_path: Path) -> None:
+def test_failed_lines_are_explained_and_not_retried(tmp_path: Path) -> None:
     bad = {
         "stream": (chat("stream", "Hi", stream=True), 400, "stream"),
         "type": (chat("type", "Hi", temperature="hot"), 400, "temperature"),
@@ -95,9 +95,9 @@ def test_lines_that_fail_say_why_and_are_told_once(tmp_path: Path) -> None:
     unreadable = ['{"custom_id": "torn", "meth', json.dumps(chat("good", "Again")), json.dumps({"custom_id": "empty"})]
     good = chat("good", QUESTIONS[0], **GREEDY)
     write(tmp_path, [good, *(line for line, _, _ in bad.values()), *unreadable])
-    said = run_batch(tmp_path)
-    assert said.returncode == 1
-    assert "1 answered, 9 failed, 0 skipped" in summary(said)
+    ran = run_batch(tmp_path)
+    assert ran.returncode == 1
+    assert "1 answered, 9 failed, 0 skipped" in summary(ran)
     found = results(tmp_path)
     responses = {result["custom_id"]: result["response"] for result in found if result["response"]}
     for custom_id, (_, status, param) in bad.items():
@@ -110,15 +110,15 @@ def test_lines_that_fail_say_why_and_are_told_once(tmp_path: Path) -> None:
     assert all(result["custom_id"] is None for result in found if result["error"])
 
     write(tmp_path, [good, *(line for line, _, _ in bad.values()), chat("mended", QUESTIONS[0]), *unreadable[1:]])
-    said = run_batch(tmp_path)
-    assert said.returncode == 1
-    assert "1 answered, 0 failed, 9 skipped (8 of them failed earlier)" in summary(said)
+    ran = run_batch(tmp_path)
+    assert ran.returncode == 1
+    assert "1 answered, 0 failed, 9 skipped (8 of them failed earlier)" in summary(ran)
     assert results(tmp_path)[:-1] == found
     assert results(tmp_path)[-1]["custom_id"] == "mended"
 
 
-def test_a_killed_run_is_gone_on_with(tmp_path: Path) -> None:
-    long = {"max_tokens": 60, "ignore_eos": True}  # so long that it is not over before it is stopped
+def test_killed_run_is_continued(tmp_path: Path) -> None:
+    long = {"max_tokens": 60, "ignore_eos": True}  # long enough not to end before the kill
     write(tmp_path, [chat(f"question {i}", "Tell me a story.", seed=i, **long) for i in range(30)])
     process = subprocess.Popen(command(tmp_path, "--max-concurrency", "4"), stderr=subprocess.DEVNULL)
     wait_for(lambda: len(lines_of(tmp_path)) >= 5, process)
@@ -131,11 +131,11 @@ def test_a_killed_run_is_gone_on_with(tmp_path: Path) -> None:
     before = [line for line in lines_of(tmp_path) if line.endswith(b"\n")]
     assert 5 <= len(before) < 30
     with (tmp_path / "out.jsonl").open("wb") as file:
-        file.write(b"".join(before) + before[0][:100])  # and the power went in the middle of a line
+        file.write(b"".join(before) + before[0][:100])  # as after a power failure in the middle of a line
 
-    said = run_batch(tmp_path)
-    assert said.returncode == 0, said.stderr
-    assert f"{30 - len(before)} answered, 0 failed, {len(before)} skipped" in summary(said)
+    ran = run_batch(tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert f"{30 - len(before)} answered, 0 failed, {len(before)} skipped" in summary(ran)
     assert lines_of(tmp_path)[: len(before)] == before
     assert sorted(result["custom_id"] for result in results(tmp_path)) == sorted(f"question {i}" for i in range(30))
 
@@ -144,46 +144,46 @@ def test_a_killed_run_is_gone_on_with(tmp_path: Path) -> None:
     assert "all 30 lines already have a result" in again.stderr
 
 
-def test_an_engine_that_dies_or_is_full_costs_no_answer(tmp_path: Path) -> None:
-    """More sequences than may run or wait, and an engine killed in the middle of them."""
+def test_engine_crash_or_full_queue_loses_no_result(tmp_path: Path) -> None:
+    """There are more sequences than may run or wait, and the engine is killed while it computes them."""
     write(tmp_path, [chat(str(i), "Tell me a story.", n=4, max_tokens=30, ignore_eos=True, seed=i) for i in range(14)])
     narrow = ("--max-num-seqs", "4", "--max-waiting", "1", "--max-concurrency", "12")
     process = subprocess.Popen(command(tmp_path, *narrow), stderr=subprocess.PIPE, text=True)
     wait_for(lambda: len(lines_of(tmp_path)) >= 1, process)
     for pid in children(process.pid):
         os.kill(pid, signal.SIGKILL)
-    _, told = process.communicate()
-    assert process.returncode == 0, told
-    assert "killed by SIGKILL" in told
+    _, log = process.communicate()
+    assert process.returncode == 0, log
+    assert "killed by SIGKILL" in log
     assert {result["custom_id"] for result in results(tmp_path)} == set(map(str, range(14)))
     assert all(len(result["response"]["body"]["choices"]) == 4 for result in results(tmp_path))
 
 
-def test_ctrl_c_leaves_what_can_be_gone_on_with(tmp_path: Path) -> None:
+def test_ctrl_c_leaves_resumable_results(tmp_path: Path) -> None:
     write(tmp_path, [chat(str(i), "Tell me a story.", seed=i) for i in range(60)])
     process = subprocess.Popen(
         command(tmp_path, "--max-concurrency", "2"), stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     wait_for(lambda: len(lines_of(tmp_path)) >= 1, process)
     os.killpg(process.pid, signal.SIGINT)
-    _, told = process.communicate(timeout=120)
+    _, log = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert "left: run the same command to continue" in told
-    assert "Traceback" not in told
+    assert "left: run the same command to continue" in log
+    assert "Traceback" not in log
     assert results(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("held", "words"),
+    ("content", "message"),
     [("notes of mine\n", "line 1"), ("notes", "not a file of batch results"), (json.dumps({"a": 1}), "not a file")],
 )
-def test_what_holds_something_else_is_left_alone(tmp_path: Path, held: str, words: str) -> None:
+def test_foreign_output_file_is_not_overwritten(tmp_path: Path, content: str, message: str) -> None:
     write(tmp_path, [chat("a", "Hi")])
-    (tmp_path / "out.jsonl").write_text(held)
-    said = run_batch(tmp_path)
-    assert said.returncode == 2
-    assert words in said.stderr
-    assert (tmp_path / "out.jsonl").read_text() == held
+    (tmp_path / "out.jsonl").write_text(content)
+    ran = run_batch(tmp_path)
+    assert ran.returncode == 2
+    assert message in ran.stderr
+    assert (tmp_path / "out.jsonl").read_text() == content
 
 
 def lines_of(folder: Path) -> list[bytes]:
@@ -198,17 +198,17 @@ def children(pid: int) -> Iterator[int]:
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[Any], limit: float = 60.0) -> None:
     deadline = time.monotonic() + limit
     while not condition():
-        assert process.poll() is None, "it ended too early"
+        assert process.poll() is None, "the process ended too early"
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
 
-def test_what_failed_for_the_moment_is_asked_again(tmp_path: Path) -> None:
-    """The last result of a line is the one that counts."""
+def test_line_with_temporary_error_is_retried(tmp_path: Path) -> None:
+    """The last result of a line replaces earlier ones."""
     write(tmp_path, [chat("again", QUESTIONS[0], **GREEDY)])
     late = {"status_code": 503, "request_id": "1", "body": {"error": {"message": "stopping"}}}
     earlier = {"id": "batch_req_1", "custom_id": "again", "response": late, "error": None}
     (tmp_path / "out.jsonl").write_text(json.dumps(earlier, separators=(",", ":")) + "\n")
-    said = run_batch(tmp_path)
-    assert said.returncode == 0 and "1 answered, 0 failed, 0 skipped" in said.stderr
+    ran = run_batch(tmp_path)
+    assert ran.returncode == 0 and "1 answered, 0 failed, 0 skipped" in ran.stderr
     assert [result["response"]["status_code"] for result in results(tmp_path)] == [503, 200]

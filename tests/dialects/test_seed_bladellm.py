@@ -1,9 +1,9 @@
-"""What BladeLLM's document prints, run as it stands: the command, the service in JSON, the request and its answer.
+"""Examples of BladeLLM's documentation, run unmodified: server command, service.json, request and answer.
 
-Hosts, ports and paths of models are others, and there is one device.
+Only hosts, ports and paths of models are replaced, and there is one device.
 """
 
-# ruff: noqa: E501 (lines of the document)
+# ruff: noqa: E501 (lines of the documentation)
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ data: {"id":"91f9a28a-f949-40fb-b720-08ceeeb2****","choices":[{"finish_reason":"
 
 data: [DONE]
 """
-"""Its first chunk and its last."""
+"""First and last chunk of the answer."""
 
 
-def here(text: str) -> str:
+def with_local_model(text: str) -> str:
     return text.replace("/mnt/model/bloom_7b/", f"{demo.CHAT}/")
 
 
@@ -90,8 +90,8 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
 
 @pytest.fixture(scope="module")
 def served(shell: Shell) -> Iterator[Served]:
-    """By the command, whose port is any: a later one counts."""
-    with Served(command=shell.command(f"exec {here(COMMAND)}"), environment=shell.environment) as served:
+    """Started by the documented command; a later ``--port`` replaces its port."""
+    with Served(command=shell.command(f"exec {with_local_model(COMMAND)}"), environment=shell.environment) as served:
         yield served
 
 
@@ -101,55 +101,55 @@ def events(text: str) -> list[Any]:
     return [json.loads(event) for event in found]
 
 
-def outline(given: Any) -> Any:
-    """Names in their order, and kinds of values."""
-    if isinstance(given, dict):
-        return [(name, outline(value)) for name, value in given.items()]
-    return [outline(value) for value in given] if isinstance(given, list) else type(given).__name__
+def outline(document: Any) -> Any:
+    """Return the names in their order, and the types of values."""
+    if isinstance(document, dict):
+        return [(name, outline(value)) for name, value in document.items()]
+    return [outline(value) for value in document] if isinstance(document, list) else type(document).__name__
 
 
 @pytest.mark.row("bladellm", "Authorization: TOKEN", '"stream": "true"', "chunks", "max_tokens")
-def test_the_request_streams_as_printed(shell: Shell, served: Served) -> None:
-    found = events(shell.says(REQUEST.replace("<service_url>", served.root)))
+def test_streamed_chunks_match_documented_answer(shell: Shell, served: Served) -> None:
+    found = events(shell.output_of(REQUEST.replace("<service_url>", served.root)))
     first, last = events(ANSWER)
-    *pieces, end = found
-    assert {json.dumps(outline(piece)) for piece in pieces} == {json.dumps(outline(first))}
+    *chunks, end = found
+    assert {json.dumps(outline(chunk)) for chunk in chunks} == {json.dumps(outline(first))}
     assert outline(end) == outline(last)
-    assert all(piece["choices"][0]["finish_reason"] == "" and piece["choices"][0]["text"] for piece in pieces)
+    assert all(chunk["choices"][0]["finish_reason"] == "" and chunk["choices"][0]["text"] for chunk in chunks)
     assert end["choices"][0]["text"] == "" and end["choices"][0]["finish_reason"] in ("stop", "length")
-    assert len({piece["id"] for piece in found}) == 1
-    for piece in found:
-        usage = piece["usage"]
+    assert len({chunk["id"] for chunk in found}) == 1
+    for chunk in found:
+        usage = chunk["usage"]
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
-    assert pieces[0]["usage"]["completion_tokens"] >= 1 and end["usage"]["completion_tokens"] <= 16
+    assert chunks[0]["usage"]["completion_tokens"] >= 1 and end["usage"]["completion_tokens"] <= 16
 
 
 @pytest.mark.row("bladellm", "--port", "--model")
-def test_the_command_serves_under_the_models_path(served: Served) -> None:
+def test_documented_command_serves_model_under_its_path(served: Served) -> None:
     assert served.name == f"{demo.CHAT}/"
 
 
 @pytest.mark.row("bladellm", "name", "containers[].command", "containers[].port", "containers[].image")
 @pytest.mark.row("bladellm", "storage[].mount_path", "oss", "storage[].empty_dir", "metadata.cpu", "metadata.resource")
-def test_the_service_is_served_as_printed(shell: Shell, served: Served) -> None:
-    Path(shell.folder, "service.json").write_text(here(SERVICE), encoding="utf-8")
+def test_documented_service_json_is_served(shell: Shell, served: Served) -> None:
+    Path(shell.folder, "service.json").write_text(with_local_model(SERVICE), encoding="utf-8")
     command = shell.command("exec penstock serve --service-json service.json")
     with Served(command=command, environment=shell.environment) as service:
         assert service.name == "blade_llm_bloom_server"
-        text = shell.says(REQUEST.replace("<service_url>", service.root))
+        text = shell.output_of(REQUEST.replace("<service_url>", service.root))
         assert outline(events(text)[-1]) == outline(events(ANSWER)[-1])
-        said = "\n".join(service.lines)
+        log = "\n".join(service.lines)
     ignored = {"containers[0].image": True, "metadata.memory": True, "metadata.resource": True}
     ignored["metadata.cpu"] = len(os.sched_getaffinity(0)) < 16
     ignored["storage /dev/shm"] = shutil.disk_usage("/dev/shm").total < 64 * 2**30
-    for name, so in ignored.items():
-        assert (f"{name} of the service has no meaning here and is ignored: " in said) == so, name
+    for name, is_ignored in ignored.items():
+        assert (f"{name} of the service has no meaning here and is ignored: " in log) == is_ignored, name
 
 
 @pytest.mark.row("bladellm", "storage[].mount_path")
-def test_a_folder_that_is_not_mounted_is_told(shell: Shell) -> None:
+def test_missing_mount_path_is_reported(shell: Shell) -> None:
     Path(shell.folder, "unmounted.json").write_text(SERVICE, encoding="utf-8")
     ran = shell.run("penstock serve --service-json unmounted.json")
     assert ran.returncode == 2
-    words = "/mnt/model/bloom_7b does not exist: copy the content of oss://examplebucket/bloom_7b/ to it, or mount it"
-    assert ran.stderr.splitlines()[-1] == f"penstock serve: service_json: {words}"
+    message = "/mnt/model/bloom_7b does not exist: copy the content of oss://examplebucket/bloom_7b/ to it, or mount it"
+    assert ran.stderr.splitlines()[-1] == f"penstock serve: service_json: {message}"

@@ -1,4 +1,4 @@
-"""What FastDeploy's document on parameters prints: flags as they stand, the log's line, every parameter in ``LLM``."""
+"""Examples of FastDeploy's documentation on parameters: flags, log line, metrics, and ``LLM`` with all parameters."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ exec python -m fastdeploy.entrypoints.openai.api_server \\
 """
 BLOCKS = r"Reset block num, the total_block_num:(\d+), prefill_kvcache_block_num:(\d+)"
 NAMES = set(re.findall(r"`fastdeploy:(\w+)`", (ROOT / "docs/dialects/fastdeploy.md").read_text()))
-NOT_HERE = {"first_token_latency", "infer_latency", "send_cache_failed_num"}
+ABSENT = {"first_token_latency", "infer_latency", "send_cache_failed_num"}
+"""Documented metrics that Penstock does not have."""
 QUESTION = [{"role": "user", "content": "What is the capital of Canada?"}]
 LONG = "The fox and the owl went to the river, and the river said: " * 8
-"""Some blocks of tokens."""
+"""A prompt of several KV blocks."""
 
 
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
-    made = Shell(tmp_path_factory.mktemp("fastdeploy"))
-    made.environment |= {"shims": str(made.programs / "modules"), "model": str(demo.CHAT)}
-    return made
+    result = Shell(tmp_path_factory.mktemp("fastdeploy"))
+    result.environment |= {"shims": str(result.programs / "modules"), "model": str(demo.CHAT)}
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -56,19 +57,19 @@ def client(served: Served) -> openai.OpenAI:
 @pytest.mark.row("fastdeploy", "python -m fastdeploy.entrypoints.openai.api_server")
 @pytest.mark.row("fastdeploy", "Reset block num, the total_block_num:N, prefill_kvcache_block_num:M")
 @pytest.mark.row("fastdeploy", "log/fastdeploy.log", "num_gpu_blocks_override", "kv_cache_ratio")
-def test_the_log_has_the_documents_line_in_its_file(shell: Shell, served: Served, client: openai.OpenAI) -> None:
+def test_log_file_has_documented_line(shell: Shell, served: Served, client: openai.OpenAI) -> None:
     client.chat.completions.create(model="default", messages=QUESTION)
     total, prefill = map(int, served.find(BLOCKS).groups())
-    assert (total, prefill) == (172, 129), "a share of 0.75"
+    assert (total, prefill) == (172, 129), "kv_cache_ratio is 0.75"
     served.find("POST /v1/chat/completions")
     file = (shell.folder / "log" / "fastdeploy.log").read_text()
     assert re.search(BLOCKS, file)
-    for words in ("serve: ready: ", "engine: ", "api: POST /v1/chat/completions"):
-        assert words in file, words
+    for message in ("serve: ready: ", "engine: ", "api: POST /v1/chat/completions"):
+        assert message in file, message
 
 
 @pytest.mark.row("fastdeploy", "use_cudagraph", "graph_optimization_config", "@support_graph_optimization")
-def test_the_documents_graph_options_are_taken(shell: Shell, served: Served) -> None:
+def test_documented_graph_options_are_accepted(shell: Shell, served: Served) -> None:
     file = (shell.folder / "log" / "fastdeploy.log").read_text()
     for name in ("use_cudagraph", "graph_optimization_config"):
         assert f"--{name} has no meaning here" not in file
@@ -91,39 +92,39 @@ def test_the_documents_graph_options_are_taken(shell: Shell, served: Served) -> 
 @pytest.mark.row("fastdeploy", "fastdeploy:prompt_tokens", "fastdeploy:generation_tokens", "fastdeploy:request_success")
 @pytest.mark.row("fastdeploy", "fastdeploy:request_params_max_tokens", "fastdeploy:first_token_latency")
 @pytest.mark.row("fastdeploy", "fastdeploy:infer_latency", "fastdeploy:send_cache_failed_num")
-def test_metrics_have_its_names_and_add_up(served: Served, client: openai.OpenAI) -> None:
-    before = figures(served)
+def test_metrics_have_documented_names_and_add_up(served: Served, client: openai.OpenAI) -> None:
+    before = metrics_of(served)
     for _ in range(2):
         client.completions.create(model="default", prompt=LONG, max_tokens=5, extra_body={"ignore_eos": True})
-    elsewhere = served.find(r"health and metrics at (\S+)")[1]
+    metrics_url = served.find(r"health and metrics at (\S+)")[1]
     deadline = time.monotonic() + 60
-    while (found := figures(served))["available_gpu_block_num"] != 172:  # the engine tells now and then
+    while (found := metrics_of(served))["available_gpu_block_num"] != 172:  # the engine reports asynchronously
         assert time.monotonic() < deadline, found
-    page = httpx.get(f"{elsewhere}/metrics").text
+    page = httpx.get(f"{metrics_url}/metrics").text
     for name in NAMES:
-        assert (re.search(rf"^fastdeploy:{name}(_total|_count|){{", page, re.MULTILINE) is None) == (name in NOT_HERE)
+        assert (re.search(rf"^fastdeploy:{name}(_total|_count|){{", page, re.MULTILINE) is None) == (name in ABSENT)
 
-    def new(name: str) -> float:
+    def increase(name: str) -> float:
         return found[name] - before[name]
 
     assert (found["max_gpu_block_num"], found["free_gpu_block_num"], found["available_gpu_resource"]) == (172, 172, 1)
     assert (found["max_batch_size"], found["available_batch_size"], found["batch_size"]) == (8, 8, 0)
-    assert new("requests_number_total") == new("request_success_total") == 2
-    assert new("generation_tokens_total") == 10 == new("request_params_max_tokens_sum")
-    cached = new("prefix_cache_token_num_total")
-    assert 0 < cached < new("prompt_tokens_total") / 2 and cached == new("prefix_gpu_cache_token_num_total")
+    assert increase("requests_number_total") == increase("request_success_total") == 2
+    assert increase("generation_tokens_total") == 10 == increase("request_params_max_tokens_sum")
+    cached = increase("prefix_cache_token_num_total")
+    assert 0 < cached < increase("prompt_tokens_total") / 2 and cached == increase("prefix_gpu_cache_token_num_total")
     ratio = found["prefix_cache_token_num_total"] / found["prompt_tokens_total"]
     assert found["hit_token_rate"] == found["gpu_hit_token_rate"] == pytest.approx(ratio)
     assert found["hit_req_rate"] == pytest.approx(1 / found["requests_number_total"])
     assert found["cpu_hit_token_rate"] == found["prefix_cpu_cache_token_num_total"] == 0, "nothing was evicted"
-    spans = [new(f"request_{part}_time_seconds_sum") for part in ("inference", "prefill", "decode")]
+    spans = [increase(f"request_{part}_time_seconds_sum") for part in ("inference", "prefill", "decode")]
     assert spans[0] == pytest.approx(spans[1] + spans[2]) and min(spans) > 0
     (config,) = re.findall(r"^fastdeploy:cache_config_info{(.*)} 1.0", page, re.MULTILINE)
     assert 'block_size="64"' in config and 'num_gpu_blocks="172"' in config
 
 
-def figures(served: Served) -> dict[str, float]:
-    """FastDeploy's, without buckets; where there are labels, the sum over them."""
+def metrics_of(served: Served) -> dict[str, float]:
+    """Return the values of FastDeploy's metrics without buckets, summed over labels."""
     found: dict[str, float] = {}
     page = httpx.get(f"{served.root}/metrics").text
     for name, value in re.findall(r"^fastdeploy:(\w+){[^}]*} (\S+)$", page, re.MULTILINE):
@@ -133,23 +134,23 @@ def figures(served: Served) -> dict[str, float]:
 
 @pytest.mark.row("fastdeploy", "max_model_len", "max_num_seqs", "max_concurrency", "max_waiting_time", "enable_logprob")
 @pytest.mark.row("fastdeploy", "guided_decoding_backend", "port", "metrics_port", "enable_chunked_prefill")
-def test_limits_are_those_of_the_parameters(served: Served, client: openai.OpenAI) -> None:
-    """2048 tokens of context, 8 sequences, 4 connections, and no forms unless they are asked for."""
+def test_limits_equal_parameters(served: Served, client: openai.OpenAI) -> None:
+    """The defaults and flags are 2048 tokens, 8 sequences, 4 connections, and no guided decoding or logprobs."""
     (model,) = httpx.get(f"{served.url}/models").json()["data"]
     assert model["max_model_len"] == 2048
-    for wrong, words in (
+    for wrong, message in (
         ({"logprobs": True}, "logprobs: is disabled on this server"),
         ({"response_format": {"type": "json_object"}}, "guided"),
         ({"messages": [{"role": "user", "content": "fox " * 3000}]}, "maximum context length is 2048"),
     ):
-        with pytest.raises(openai.BadRequestError, match=words):
+        with pytest.raises(openai.BadRequestError, match=message):
             client.chat.completions.create(**{"model": "default", "messages": QUESTION} | wrong)
-    asked: dict[str, Any] = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True, "n": 2}
-    streams = [httpx.Client().stream("POST", f"{served.url}/completions", json=asked, timeout=60) for _ in range(4)]
+    body: dict[str, Any] = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True, "n": 2}
+    streams = [httpx.Client().stream("POST", f"{served.url}/completions", json=body, timeout=60) for _ in range(4)]
     lines = [stream.__enter__().iter_lines() for stream in streams]
     try:
-        for each in lines:
-            next(each)  # eight sequences run now
+        for stream_lines in lines:
+            next(stream_lines)  # now eight sequences run
         fifth = httpx.post(f"{served.url}/completions", json={"prompt": "x"})
         assert fifth.status_code == 429 and fifth.json()["error"]["param"] == "max_concurrency"
         streams.pop().__exit__(None, None, None)
@@ -159,9 +160,9 @@ def test_limits_are_those_of_the_parameters(served: Served, client: openai.OpenA
             stream.__exit__(None, None, None)
 
 
-# --- In Python --------------------------------------------------------------------------------------------------------
+# --- LLM --------------------------------------------------------------------------------------------------------------
 
-ACT: dict[str, Any] = {
+SAME_NAME: dict[str, Any] = {
     "enable_expert_parallel": True,
     "max_model_len": 1024,
     "block_size": 32,
@@ -181,8 +182,8 @@ ACT: dict[str, Any] = {
     "quantization": "wint8",
     "use_warmup": 1,
 }
-"""Options here have the same names."""
-WITHOUT_MEANING: dict[str, Any] = {
+"""Parameters that set an option of the same name."""
+IGNORED: dict[str, Any] = {
     "port": 8000,
     "metrics_port": 8001,
     "max_concurrency": 512,
@@ -214,37 +215,41 @@ REST: dict[str, Any] = {
 
 
 @pytest.mark.row("fastdeploy", "from fastdeploy import LLM", "block_size", "tokenizer", "gpu_memory_utilization")
-def test_llm_takes_every_parameter(caplog: pytest.LogCaptureFixture) -> None:
+def test_llm_accepts_all_documented_parameters(caplog: pytest.LogCaptureFixture) -> None:
     document = re.search(r"\n\| parameter.*?\n\n", (ROOT / "docs/dialects/fastdeploy.md").read_text(), re.DOTALL)
     assert document
     cells = [line.split(" | ")[0] for line in document[0].splitlines()]
     parameters = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
-    given = ACT | WITHOUT_MEANING | ONE_VALUE | REST
-    assert given.keys() == parameters
-    llm = LLM(demo.CHAT, compat="fastdeploy", **given)
-    for name, value in ACT.items():
+    arguments = SAME_NAME | IGNORED | ONE_VALUE | REST
+    assert arguments.keys() == parameters
+    llm = LLM(demo.CHAT, compat="fastdeploy", **arguments)
+    for name, value in SAME_NAME.items():
         assert getattr(llm.options, name) == value, name
-    assert (llm.options.kv_offloading_size, llm.options.max_queue_time) == (0.01, 0.0), "for cached prefixes"
+    assert (llm.options.kv_offloading_size, llm.options.max_queue_time) == (0.01, 0.0), (
+        "swap_space offloads cached prefixes"
+    )
     assert json.loads(llm.options.speculative_config) == REST["speculative_config"]
-    assert llm.options.enforce_eager, "as the configuration of graphs says"
-    said = {record.args[0] for record in caplog.records if "has no meaning here" in record.msg}
-    assert said == WITHOUT_MEANING.keys()
+    assert llm.options.enforce_eager, "graph_optimization_config disables CUDA graphs"
+    ignored = {record.args[0] for record in caplog.records if "has no meaning here" in record.msg}
+    assert ignored == IGNORED.keys()
     (output,) = llm.chat(QUESTION, SamplingParams(temperature=0, logprobs=1), use_tqdm=False)
     assert output.outputs[0].text == "The capital of Canada is Ottawa." and output.outputs[0].logprobs
 
 
 @pytest.mark.row("fastdeploy", "enable_logprob")
-def test_llm_gives_log_probabilities_only_where_they_are_asked_for() -> None:
+def test_llm_rejects_logprobs_unless_enabled() -> None:
     llm = LLM(compat="fastdeploy", num_gpu_blocks_override=64)
     assert (llm.options.max_model_len, llm.options.max_num_seqs, llm.options.kv_cache_ratio) == (2048, 8, 0.75)
-    for wanted in ({"logprobs": 0}, {"prompt_logprobs": 1}):
-        with pytest.raises(PenstockError, match=f"{next(iter(wanted))}: is disabled on this server"):
-            llm.generate("Once", SamplingParams(**wanted), use_tqdm=False)
+    for fields in ({"logprobs": 0}, {"prompt_logprobs": 1}):
+        with pytest.raises(PenstockError, match=f"{next(iter(fields))}: is disabled on this server"):
+            llm.generate("Once", SamplingParams(**fields), use_tqdm=False)
     best = SamplingParams(temperature=1, best_of=3, n=1, max_tokens=3)
-    assert len(llm.generate("Once", best, use_tqdm=False)[0].outputs) == 1, "which looks at them itself"
+    assert len(llm.generate("Once", best, use_tqdm=False)[0].outputs) == 1, (
+        "best_of needs log probabilities only internally"
+    )
 
 
-def test_a_log_that_is_moved_away_begins_anew(shell: Shell, served: Served, client: openai.OpenAI) -> None:
+def test_renamed_log_file_is_recreated(shell: Shell, served: Served, client: openai.OpenAI) -> None:
     log = shell.folder / "log"
     (log / "fastdeploy.log").rename(log / "fastdeploy.log.1")
     before = len(served.lines)
@@ -255,7 +260,7 @@ def test_a_log_that_is_moved_away_begins_anew(shell: Shell, served: Served, clie
     assert re.search(BLOCKS, (log / "fastdeploy.log.1").read_text())
 
 
-def test_a_log_that_cannot_be_written_is_told(shell: Shell) -> None:
+def test_unwritable_log_file_is_reported(shell: Shell) -> None:
     Path(shell.folder, "file").touch()
     ran = shell.run("penstock serve --compat fastdeploy --log-file file/fastdeploy.log")
     assert ran.returncode == 2
@@ -267,17 +272,17 @@ def test_a_log_that_cannot_be_written_is_told(shell: Shell) -> None:
 
 
 @pytest.mark.row("fastdeploy", "model", "top_p", "return_token_ids", "metadata")
-def test_fields_as_its_clients_send_them(client: openai.OpenAI) -> None:
-    """Any JSON in metadata, the model null, and top_p 0, which takes the likeliest token."""
+def test_fields_of_fastdeploy_clients_are_accepted(client: openai.OpenAI) -> None:
+    """Clients send any JSON in metadata, the model "null", and top_p 0 for greedy sampling."""
     greedy = client.chat.completions.create(model="null", messages=QUESTION, temperature=0, max_tokens=12)
     more: dict[str, Any] = {"return_token_ids": True, "metadata": {"raw": [1, {"deep": None}], "n": 2.5}}
-    asked: dict[str, Any] = {"model": "null", "messages": QUESTION, "max_tokens": 12, "top_p": 0, "extra_body": more}
-    found: Any = client.chat.completions.create(**asked, temperature=1.5)
+    fields: dict[str, Any] = {"model": "null", "messages": QUESTION, "max_tokens": 12, "top_p": 0, "extra_body": more}
+    found: Any = client.chat.completions.create(**fields, temperature=1.5)
     message = found.choices[0].message
     assert message.content == greedy.choices[0].message.content
     assert len(message.completion_token_ids) == found.usage.completion_tokens
     assert len(message.prompt_token_ids) == found.usage.prompt_tokens
-    chunks: Any = list(client.chat.completions.create(**asked, stream=True))
+    chunks: Any = list(client.chat.completions.create(**fields, stream=True))
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
     assert deltas[0].prompt_token_ids == message.prompt_token_ids
     assert all(delta.prompt_token_ids is None for delta in deltas[1:])
@@ -285,13 +290,13 @@ def test_fields_as_its_clients_send_them(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.row("fastdeploy", "prompt_token_ids", "disable_chat_template")
-def test_prompts_that_are_no_messages(client: openai.OpenAI) -> None:
+def test_prompt_token_ids_and_disable_chat_template_equal_prompt(client: openai.OpenAI) -> None:
     plain: dict[str, Any] = {"model": "default", "temperature": 0, "max_tokens": 8}
     text = client.completions.create(**plain, prompt=LONG, extra_body={"return_token_ids": True})
     ids = text.choices[0].prompt_token_ids  # type: ignore[attr-defined]
     assert len(text.choices[0].completion_token_ids) == 8  # type: ignore[attr-defined]
-    for given in ({"prompt": "something else", "prompt_token_ids": ids}, {"prompt": "", "prompt_token_ids": [ids]}):
-        again = client.completions.create(**plain, prompt=given["prompt"], extra_body=given)
+    for fields in ({"prompt": "something else", "prompt_token_ids": ids}, {"prompt": "", "prompt_token_ids": [ids]}):
+        again = client.completions.create(**plain, prompt=fields["prompt"], extra_body=fields)
         assert again.choices[0].text == text.choices[0].text
     with pytest.raises(openai.BadRequestError, match="prompt_token_ids"):
         client.completions.create(**plain, prompt="a", extra_body={"prompt_token_ids": [1, [2]]})
@@ -302,7 +307,7 @@ def test_prompts_that_are_no_messages(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.row("fastdeploy", "/config-info", "/v1/abort_requests")
-def test_its_configuration_and_requests_aborted_by_id(served: Served, client: openai.OpenAI) -> None:
+def test_config_info_and_abort_requests_work(served: Served, client: openai.OpenAI) -> None:
     metrics = served.find(r"health and metrics at (\S+)")[1]
     for root in (served.root, metrics):
         found = httpx.get(f"{root}/config-info").json()

@@ -1,7 +1,7 @@
-"""What PaddleNLP's document prints, run as it stands: commands by a shell, examples as programs.
+"""Examples of PaddleNLP's documentation, run unmodified: shell commands and Python programs.
 
-Ports, paths and models' names are others, a device is the only one, and what the page has lost of its programs (quotes
-around an address, indentation) is put back.
+Only ports, paths and names of models are replaced, there is one device, and the programs have the quotes and the
+indentation that the web page lost.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from serving import workers_of
-from shell import programs
+from serving import worker_pids
+from shell import write_programs
 from test_hub import NEW, Hub
-from test_paddlenlp_server import own_ports
+from test_paddlenlp_server import free_port_variables
 
 from penstock import demo
 
@@ -28,26 +28,26 @@ NAME = "org/chat/weight_only_int8"
 
 
 class Terminal:
-    """A shell in which Penstock is installed: its commands are found, and start from a folder of their own."""
+    """Runs scripts with Penstock's commands on the path, in a separate folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.ports = own_ports()
-        bin = programs(folder / "bin")
+        self.ports = free_port_variables()
+        bin = write_programs(folder / "bin")
         (folder / "download_model.py").symlink_to(bin / "download_model.py")
         path = f"{bin}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         unbound = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         self.environment = {**os.environ, **unbound, "PATH": path, "XDG_RUNTIME_DIR": str(folder)}
 
     def printed(self, script: str) -> str:
-        """The script with ports and the model's folder of this machine."""
+        """Return the documented script with this machine's ports and model folder."""
         old = {"HEALTH_HTTP_PORT": "8110", "SERVICE_GRPC_PORT": "8811", "METRICS_HTTP_PORT": "8722"}
         for name, port in {**old, "SERVICE_HTTP_PORT": "9965"}.items():
             script = script.replace(port, self.ports[name])
         return script.replace("/models", str(demo.CHAT))
 
     def run(self, script: str, command: tuple[str, ...] = ("bash", "-c")) -> tuple[int, str]:
-        """Exit status, and what was said."""
+        """Run a script; return its exit status and output."""
         arguments = [*command, self.printed(script)]
         ran = subprocess.run(
             arguments, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=120
@@ -55,9 +55,10 @@ class Terminal:
         return ran.returncode, ran.stdout + ran.stderr
 
     def python(self, program: str) -> str:
-        status, said = self.run(program, (sys.executable, "-c"))
-        assert status == 0, said
-        return said
+        """Run a Python program; return its output."""
+        status, output = self.run(program, (sys.executable, "-c"))
+        assert status == 0, output
+        return output
 
 
 ENVIRONMENT = """
@@ -104,15 +105,15 @@ service_http_port = "9965" # 服务配置的
 @pytest.fixture(scope="module")
 def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
     terminal = Terminal(tmp_path_factory.mktemp("terminal"))
-    status, said = terminal.run(ENVIRONMENT + START)
-    assert status == 0, said
+    status, output = terminal.run(ENVIRONMENT + START)
+    assert status == 0, output
     yield terminal
     assert terminal.run("stop_server")[1].startswith("Stopped process")
 
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Iterator[Terminal]:
-    """Where nothing runs, and models are on a hub of our own."""
+    """Terminal without a running server, and with a local model hub."""
     terminal, hub = Terminal(tmp_path), Hub()
     hub.files[NEW] = {path.name: path.read_bytes() for path in demo.CHAT.iterdir() if path.is_file()}
     terminal.environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "127.0.0.1"}
@@ -121,18 +122,18 @@ def elsewhere(tmp_path: Path) -> Iterator[Terminal]:
     hub.stop()
 
 
-# --- A server that runs -----------------------------------------------------------------------------------------------
+# --- Requests ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.row("paddlenlp", "/v2/health/live", "/v2/health/ready")
-def test_the_state_of_the_service(terminal: Terminal) -> None:
+def test_health_endpoints_return_200(terminal: Terminal) -> None:
     for url in ("http://127.0.0.1:8110/v2/health/live", "http://127.0.0.1:8110/v2/health/ready"):
         assert httpx.get(terminal.printed(url)).status_code == 200
         assert terminal.run(f"curl -sS -o /dev/null -w '%{{http_code}}' {url}") == (0, "200")
 
 
-def test_requests_over_http(terminal: Terminal) -> None:
-    said = terminal.python(f"""
+def test_documented_http_requests_are_streamed(terminal: Terminal) -> None:
+    output = terminal.python(f"""
 import uuid
 import json
 import requests
@@ -165,20 +166,20 @@ res = requests.post(url, json=data_multi, stream=True)
 for line in res.iter_lines():
     print(json.loads(line))
 """)
-    pieces = [ast.literal_eval(line) for line in said.splitlines()]
-    assert len({piece["req_id"] for piece in pieces}) == 1
-    assert [piece["send_idx"] for piece in pieces].count(0) == sum(piece["is_end"] for piece in pieces) == 2
-    assert all((piece["error_msg"], piece["error_code"]) == ("", 0) for piece in pieces)
-    assert all(isinstance(piece["token"], str) for piece in pieces)
+    chunks = [ast.literal_eval(line) for line in output.splitlines()]
+    assert len({chunk["req_id"] for chunk in chunks}) == 1
+    assert [chunk["send_idx"] for chunk in chunks].count(0) == sum(chunk["is_end"] for chunk in chunks) == 2
+    assert all((chunk["error_msg"], chunk["error_code"]) == ("", 0) for chunk in chunks)
+    assert all(isinstance(chunk["token"], str) for chunk in chunks)
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_answers_have_the_fields_that_are_printed(terminal: Terminal, stream: bool) -> None:
+def test_answers_have_documented_fields(terminal: Terminal, stream: bool) -> None:
     url = terminal.printed("http://127.0.0.1:9965/v1/chat/completions")
-    wanted = {"token", "is_end", "send_idx"} if stream else {"tokens_all"}
+    expected = {"token", "is_end", "send_idx"} if stream else {"tokens_all"}
     good = httpx.post(url, json={"text": "Hello, how are you?", "max_dec_len": 4, "stream": stream}, timeout=60)
     for line in good.iter_lines():
-        assert wanted | {"error_msg", "error_code"} <= json.loads(line).keys()
+        assert expected | {"error_msg", "error_code"} <= json.loads(line).keys()
         assert (json.loads(line)["error_msg"], json.loads(line)["error_code"]) == ("", 0)
     bad = httpx.post(url, json={"text": "Hello", "max_dec_len": 1025, "stream": stream}, timeout=60)
     (line,) = bad.iter_lines()
@@ -186,8 +187,8 @@ def test_answers_have_the_fields_that_are_printed(terminal: Terminal, stream: bo
 
 
 @pytest.mark.row("paddlenlp", 'openai.Client(base_url="http://HOST:PORT/v1/chat/completions")')
-def test_the_openai_client(terminal: Terminal) -> None:
-    said = terminal.python(f"""
+def test_documented_openai_client_program_works(terminal: Terminal) -> None:
+    output = terminal.python(f"""
 import openai
 {ADDRESS}
 client = openai.Client(base_url=f"http://{{ip}}:{{service_http_port}}/v1/chat/completions", api_key="EMPTY_API_KEY")
@@ -243,21 +244,21 @@ for chunk in response:
         print(chunk.choices[0].delta.content, end='')
 print("\\n")
 """)
-    completion, rest = said.split("\n", 1)
+    completion, rest = output.split("\n", 1)
     streamed, chat = rest.split("ChatCompletion(", 1)
     assert completion.startswith("Completion(id=") and streamed.strip()
     text = chat.split("\n", 1)[1].strip()
-    assert text and f"content={text!r}" in chat  # whole and streamed are the same, and no None is printed
+    assert text and f"content={text!r}" in chat  # the stream equals the whole answer, and no None is printed
 
 
-# --- Starting ---------------------------------------------------------------------------------------------------------
+# --- Start commands ---------------------------------------------------------------------------------------------------
 
 PORTS = "\n".join(line for line in ENVIRONMENT.splitlines() if "_PORT=" in line) + "\nexport BLOCK_BS=5\n"
 
 
 @pytest.mark.row("paddlenlp", "docker run … start_server $model_name && tail -f /dev/null", "org/name/weight_only_int8")
-def test_a_model_by_its_name_in_the_foreground_of_a_container(elsewhere: Terminal) -> None:
-    """The command that is given to ``docker run``."""
+def test_docker_run_command_serves_model_by_name(elsewhere: Terminal) -> None:
+    """Runs the command that the documentation passes to ``docker run``."""
     script = f"{PORTS}export MODEL_DIR=$PWD model_name={NAME}\n"
     script += "/bin/bash -c -ex 'start_server $model_name && tail -f /dev/null'"
     command = ["bash", "-c", elsewhere.printed(script)]
@@ -278,34 +279,34 @@ def test_a_model_by_its_name_in_the_foreground_of_a_container(elsewhere: Termina
 
 
 @pytest.mark.row("paddlenlp", "download_model.py", "--model_name", "--dir", "start_server [model_name]")
-def test_a_model_is_downloaded_and_found(elsewhere: Terminal) -> None:
+def test_downloaded_model_is_found_by_start_server(elsewhere: Terminal) -> None:
     single = f"""
 export MODEL_PATH=${{MODEL_PATH:-$PWD}}
 export model_name="{NAME}"
 python download_model.py --model_name $model_name --dir $MODEL_PATH --nnodes 1
 """
-    status, said = elsewhere.run(single)
-    assert status == 0 and (elsewhere.folder / NAME / "model.safetensors").exists(), said
-    elsewhere.environment["HF_ENDPOINT"] = "http://127.0.0.1:9"  # nothing more is fetched
-    status, said = elsewhere.run(f'{PORTS}export MODEL_DIR=$PWD\nmodel_name="{NAME}"\nstart_server $model_name\n')
-    assert status == 0 and "Ready: process" in said, said
+    status, output = elsewhere.run(single)
+    assert status == 0 and (elsewhere.folder / NAME / "model.safetensors").exists(), output
+    elsewhere.environment["HF_ENDPOINT"] = "http://127.0.0.1:9"  # nothing more is downloaded
+    status, output = elsewhere.run(f'{PORTS}export MODEL_DIR=$PWD\nmodel_name="{NAME}"\nstart_server $model_name\n')
+    assert status == 0 and "Ready: process" in output, output
 
 
 @pytest.mark.row("paddlenlp", "--nnodes", "-n", "--mode", "-M")
 @pytest.mark.parametrize(
     "more", ['--mode "master"', '--mode "slave"', '--mode "master" --speculate_model_path $MODEL_PATH']
 )
-def test_each_of_two_nodes_downloads_the_whole_checkpoint(elsewhere: Terminal, more: str) -> None:
+def test_each_node_downloads_whole_checkpoint(elsewhere: Terminal, more: str) -> None:
     several = f"""
 export MODEL_PATH=${{MODEL_PATH:-$PWD}}
 export model_name="org/chat-2nodes/weight_only_int8"
 python download_model.py --model_name $model_name --dir $MODEL_PATH --nnodes 2 {more}
 """
-    status, said = elsewhere.run(several)
-    assert status == 0 and (elsewhere.folder / "org/chat-2nodes/weight_only_int8/model.safetensors").exists(), said
+    status, output = elsewhere.run(several)
+    assert status == 0 and (elsewhere.folder / "org/chat-2nodes/weight_only_int8/model.safetensors").exists(), output
     start = 'model_name="org/chat-2nodes/weight_only_int8"\nstart_server $model_name\n'
-    status, said = elsewhere.run(PORTS + start)
-    assert status == 2 and "model_name: org/chat-2nodes/weight_only_int8 is for 2 nodes, but MP_NNODE is 1" in said
+    status, output = elsewhere.run(PORTS + start)
+    assert status == 2 and "model_name: org/chat-2nodes/weight_only_int8 is for 2 nodes, but MP_NNODE is 1" in output
 
 
 SEVERAL = """
@@ -318,9 +319,9 @@ export CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7
 
 
 @pytest.mark.row("paddlenlp", "POD_IPS")
-def test_a_machine_that_is_none_of_the_nodes_is_refused(elsewhere: Terminal) -> None:
-    status, said = elsewhere.run(PORTS + SEVERAL.replace("10.0.0.", "198.51.100.") + START)
-    assert status == 2 and "POD_IPS: none of 198.51.100.1, 198.51.100.2 is an address of this machine" in said
+def test_machine_outside_pod_ips_is_rejected(elsewhere: Terminal) -> None:
+    status, output = elsewhere.run(PORTS + SEVERAL.replace("10.0.0.", "198.51.100.") + START)
+    assert status == 2 and "POD_IPS: none of 198.51.100.1, 198.51.100.2 is an address of this machine" in output
 
 
 @pytest.mark.row(
@@ -328,21 +329,21 @@ def test_a_machine_that_is_none_of_the_nodes_is_refused(elsewhere: Terminal) -> 
 )
 @pytest.mark.usefixtures("every_core")
 def test_mpirun_starts_and_stops_one_server(elsewhere: Terminal) -> None:
-    """It starts a process a core, and binds each to its core: the server has all of them, and ranks of its own."""
+    """mpirun starts and binds a process per core; the server still uses all cores, and starts its own ranks."""
     two = "export MP_NUM=2\nexport CUDA_VISIBLE_DEVICES=0,1\n"
     assert two in ENVIRONMENT.replace("# ", "")
-    status, said = elsewhere.run(f"{PORTS}{two}export MODEL_DIR=/models SERVICE_HTTP_PORT=-1\nmpirun start_server")
-    assert status == 0 and said.count("Ready: process") == 1, said
-    server = int(said.partition("Ready: process ")[2].partition(",")[0])
-    assert sorted(workers_of(server)) == ["penstock-rank0", "penstock-rank1"]
+    status, output = elsewhere.run(f"{PORTS}{two}export MODEL_DIR=/models SERVICE_HTTP_PORT=-1\nmpirun start_server")
+    assert status == 0 and output.count("Ready: process") == 1, output
+    server = int(output.partition("Ready: process ")[2].partition(",")[0])
+    assert sorted(worker_pids(server)) == ["penstock-rank0", "penstock-rank1"]
     assert os.sched_getaffinity(server) == os.sched_getaffinity(0)
-    assert "gRPC at 127.0.0.1:" in said and "without HTTP" in (elsewhere.folder / "log" / "server.log").read_text()
+    assert "gRPC at 127.0.0.1:" in output and "without HTTP" in (elsewhere.folder / "log" / "server.log").read_text()
     with pytest.raises(httpx.ConnectError):
         httpx.get(elsewhere.printed("http://127.0.0.1:9965/v2/health/live"))
     assert elsewhere.run("mpirun stop_server") == (0, f"Stopped process {server}.\n")
 
 
-def test_mpirun_on_more_nodes_than_the_model_is_refused(elsewhere: Terminal) -> None:
-    elsewhere.environment |= {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1", "PMI_SIZE": "2"}  # as MPICH tells
-    words = "MP_NNODE: is 1, but mpirun started 2 ranks, only 1 of them on this node"
-    assert elsewhere.run("start_server") == (2, f"start_server: {words}\n")
+def test_mpirun_on_more_nodes_than_mp_nnode_is_rejected(elsewhere: Terminal) -> None:
+    elsewhere.environment |= {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1", "PMI_SIZE": "2"}  # as set by MPICH
+    message = "MP_NNODE: is 1, but mpirun started 2 ranks, only 1 of them on this node"
+    assert elsewhere.run("start_server") == (2, f"start_server: {message}\n")

@@ -1,7 +1,7 @@
-"""What the document on Triton and TensorRT-LLM prints, run as it is printed.
+"""Examples of the documentation on Triton and TensorRT-LLM, run unmodified.
 
-Only paths, hosts, ports and the number of devices are others: ``/workspace`` is a folder of the test's, laid out as the
-document has it, with the model in the box under the name of the document's.
+Only paths, hosts, ports and the number of devices are replaced: ``/workspace`` is a temporary folder with the
+documented layout, and the built-in model has the name of the documented one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import tritonclient.grpc as triton
 from safetensors.torch import load_file
 from serving import Served
-from shell import programs
+from shell import write_programs
 from triton_templates import write_templates
 
 from penstock import demo
@@ -120,7 +120,7 @@ exec python3 scripts/launch_triton_server.py --world_size=1 \\
 --model_repo=/workspace/models/qwen2-14b-trt-engine-h20-1tp --tensorrt_llm_model_name=tensorrt_llm"""
 ANYWHERE = ' --grpc-port 0 --metrics-port 0 "$@"'
 SMALL = {"PENSTOCK_NUM_GPU_BLOCKS_OVERRIDE": "200"}
-"""In place of 95 % of the machine's free memory."""
+"""A small KV cache instead of 95 % of the machine's free memory."""
 GENERATE = """
 curl -X POST HOST/v2/models/ensemble/generate -d \\
 '{"text_input": "如何保持正能量?","parameters": {"max_tokens": 100,"bad_words":[""],"stop_words":[""]}}'
@@ -129,13 +129,13 @@ curl -X POST HOST/v2/models/ensemble/generate -d \\
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the package's commands on the path, and the scripts where the document calls them."""
+    """Folder with Penstock's commands in ``bin``, and the scripts at the documented paths."""
     folder = tmp_path_factory.mktemp("workspace")
     assert main(["shims", str(folder), "triton"]) == 0
     (folder / "models").mkdir()
     (folder / "models" / "Qwen1.5-14B-Chat").symlink_to(demo.CHAT)
     write_templates(folder / "models" / "qwen2-14b-trt-engine-h20-1tp")
-    programs(folder / "bin")
+    write_programs(folder / "bin")
     return folder
 
 
@@ -150,14 +150,14 @@ def bash(workspace: Path, text: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def repository(workspace: Path) -> str:
-    """What the document's commands make; the answer of the last ones."""
-    said = bash(workspace, f"set -e; cd /workspace/TensorRT-LLM/examples/qwen; {CONVERT}")
-    assert said.returncode == 0, said.stderr
-    said = bash(workspace, f"set -e; {BUILD}")
-    assert said.returncode == 0, said.stderr
-    said = bash(workspace, f"set -e; {FILL}")
-    assert said.returncode == 0 and not said.stderr, said.stderr
-    return said.stdout
+    """Build and fill the model repository with the documented commands; return the output of the last script."""
+    ran = bash(workspace, f"set -e; cd /workspace/TensorRT-LLM/examples/qwen; {CONVERT}")
+    assert ran.returncode == 0, ran.stderr
+    ran = bash(workspace, f"set -e; {BUILD}")
+    assert ran.returncode == 0, ran.stderr
+    ran = bash(workspace, f"set -e; {FILL}")
+    assert ran.returncode == 0 and not ran.stderr, ran.stderr
+    return ran.stdout
 
 
 def served_by(workspace: Path, text: str) -> Served:
@@ -171,7 +171,7 @@ def served(workspace: Path, repository: str) -> Iterator[Served]:
         yield served
 
 
-def test_the_folders_are_as_documented(workspace: Path, repository: str) -> None:
+def test_engine_folders_have_documented_config(workspace: Path, repository: str) -> None:
     found = {}
     for name in ("Qwen1.5-14B-Chat-1tp-bf16-trt", "Qwen1.5-14B-Chat-1tp-bf16-trt-engine-2"):
         found[name] = json.loads((workspace / "models" / name / "config.json").read_text())
@@ -186,7 +186,7 @@ def test_the_folders_are_as_documented(workspace: Path, repository: str) -> None
 
 @pytest.mark.row("triton", "kv_cache_free_gpu_mem_fraction", "batching_strategy", "batch_scheduler_policy")
 @pytest.mark.row("triton", "enable_chunked_context")
-def test_the_files_are_filled(repository: str) -> None:
+def test_templates_are_filled(repository: str) -> None:
     where, *lines = repository.splitlines()
     assert where.endswith("/models/qwen2-14b-trt-engine-h20-1tp")
     for name, value in {
@@ -200,23 +200,23 @@ def test_the_files_are_filled(repository: str) -> None:
 
 
 @pytest.mark.row("triton", "--use_fp8_context_fmha", "--qformat", "--kv_cache_dtype", "--calib_dataset")
-def test_fp8_is_quantized(workspace: Path) -> None:
-    """The document's texts are Parquet; here they are JSON lines, which need no other package."""
+def test_checkpoint_is_quantized_to_fp8(workspace: Path) -> None:
+    """The documented calibration data is Parquet; JSON Lines need no additional package."""
     (workspace / "datas").mkdir(exist_ok=True)
     lines = [json.dumps({"text": f"Tell me about number {number}."}) for number in range(400)]
     (workspace / "datas" / "alpaca.jsonl").write_text("\n".join(lines))
-    said = bash(workspace, QUANTIZE)
-    assert said.returncode == 0, said.stderr
-    assert "--kv_cache_dtype fp8: on CPUs, the KV cache is quantized to int8" in said.stderr
+    ran = bash(workspace, QUANTIZE)
+    assert ran.returncode == 0, ran.stderr
+    assert "--kv_cache_dtype fp8: on CPUs, the KV cache is quantized to int8" in ran.stderr
     tensors = load_file(workspace / "models/Qwen1.5-14B-Chat-1tp-fp8-kvfp8/checkpoint/model.safetensors")
     assert tensors["model.layers.0.mlp.up_proj.weight"].dtype is torch.float8_e4m3fn
-    said = bash(workspace, BUILD_QUANTIZED.rstrip() + " \\\n--use_fp8_context_fmha enable\n")
-    assert said.returncode == 0, said.stderr
+    ran = bash(workspace, BUILD_QUANTIZED.rstrip() + " \\\n--use_fp8_context_fmha enable\n")
+    assert ran.returncode == 0, ran.stderr
     assert (
         "--use_fp8_context_fmha has no meaning here and is ignored: attention uses the data type of the KV cache"
-        in said.stderr
+        in ran.stderr
     )
-    assert "has an FP8 KV cache; int8 is used" in said.stderr
+    assert "has an FP8 KV cache; int8 is used" in ran.stderr
     engine = workspace / "models" / "Qwen1.5-14B-Chat-1tp-fp8-kvfp8-trt-engine-2"
     found = json.loads((engine / "config.json").read_text())["pretrained_config"]["quantization"]
     assert found == {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
@@ -225,8 +225,8 @@ def test_fp8_is_quantized(workspace: Path) -> None:
     parameter = f'parameters {{ key: "gpt_model_path" value {{ string_value: "{engine}" }} }}'
     (repository / "tensorrt_llm" / "config.pbtxt").write_text(f'name: "tensorrt_llm" {parameter}')
     config = [sys.executable, "-m", "penstock.cli.main", "config", "--json", "--compat", "triton"]
-    said = subprocess.run([*config, "--model-repository", repository], capture_output=True, text=True)
-    settings = json.loads(said.stdout)
+    ran = subprocess.run([*config, "--model-repository", repository], capture_output=True, text=True)
+    settings = json.loads(ran.stdout)
     assert (settings["quantization"]["value"], settings["kv_cache_dtype"]["value"]) == ("none", "int8")
 
 
@@ -234,7 +234,7 @@ def curl(served: Served, text: str) -> str:
     return subprocess.run(["bash", "-c", text.replace("HOST", served.root)], capture_output=True, text=True).stdout
 
 
-def test_a_request_is_answered(served: Served) -> None:
+def test_documented_request_is_answered(served: Served) -> None:
     found = json.loads(curl(served, GENERATE))
     expected = {"model_name": "ensemble", "model_version": "1", "sequence_id": 0}
     expected |= {"sequence_start": False, "sequence_end": False}
@@ -242,14 +242,14 @@ def test_a_request_is_answered(served: Served) -> None:
     assert found["text_output"] and "如何" not in found["text_output"]  # exclude_input_in_output:True
 
 
-def test_a_stream_is_answered(served: Served) -> None:
+def test_stream_equals_whole_answer(served: Served) -> None:
     whole = json.loads(curl(served, GENERATE))["text_output"]
-    asked = GENERATE.replace("ensemble/generate", "ensemble/generate_stream").replace("100,", '100,"stream": true,')
-    events = curl(served, asked.replace("curl", "curl -N")).split("\n\n")
+    request = GENERATE.replace("ensemble/generate", "ensemble/generate_stream").replace("100,", '100,"stream": true,')
+    events = curl(served, request.replace("curl", "curl -N")).split("\n\n")
     assert events.pop() == ""
-    pieces = [json.loads(event.removeprefix("data: ")) for event in events]
-    assert "".join(piece["text_output"] for piece in pieces) == whole
-    assert {piece["model_name"] for piece in pieces} == {"ensemble"}
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert "".join(chunk["text_output"] for chunk in chunks) == whole
+    assert {chunk["model_name"] for chunk in chunks} == {"ensemble"}
 
 
 FIELDS: dict[str, Any] = {
@@ -263,7 +263,7 @@ FIELDS: dict[str, Any] = {
 }
 
 
-def test_every_parameter_of_the_document_is_taken(served: Served) -> None:
+def test_documented_parameters_take_effect(served: Served) -> None:
     found = json.loads(curl(served, f"curl -X POST HOST/v2/models/ensemble/generate -d '{json.dumps(FIELDS)}'"))
     assert found["cum_log_probs"] < 0 and sum(np.atleast_1d(found["output_log_probs"])) == pytest.approx(
         found["cum_log_probs"], rel=1e-5
@@ -271,7 +271,7 @@ def test_every_parameter_of_the_document_is_taken(served: Served) -> None:
     assert "。" not in found["text_output"]
 
 
-def test_the_other_paths_answer(served: Served) -> None:
+def test_metadata_config_and_metrics_are_served(served: Served) -> None:
     metadata = json.loads(curl(served, "curl HOST/v2/models/ensemble"))
     assert {"name", "versions", "platform", "inputs", "outputs"} == metadata.keys()
     config = json.loads(curl(served, "curl HOST/v2/models/tensorrt_llm/config"))
@@ -280,8 +280,8 @@ def test_the_other_paths_answer(served: Served) -> None:
     assert "nv_inference_request_success" in curl(served, f"curl {metrics}/metrics")
 
 
-def test_the_client_script_s_calls_are_answered(served: Served) -> None:
-    """As ``end_to_end_grpc_client.py`` makes them; more of them are in ``test_kserve_clients.py``."""
+def test_end_to_end_grpc_client_gets_same_text(served: Served) -> None:
+    """More calls of ``end_to_end_grpc_client.py`` are tested in ``test_kserve_clients.py``."""
     answers: list[Any] = []
     with triton.InferenceServerClient(served.find(r"gRPC at (\S+)")[1]) as client:
         client.start_stream(callback=lambda result, error: answers.append(error or result))
@@ -299,7 +299,7 @@ def test_the_client_script_s_calls_are_answered(served: Served) -> None:
 
 
 @pytest.mark.row("triton", "--world_size", "--tritonserver", "--log", "--log-file", "--model_repo")
-def test_the_launcher_starts_the_same(workspace: Path, served: Served) -> None:
+def test_launch_script_starts_same_server(workspace: Path, served: Served) -> None:
     with served_by(workspace, LAUNCH) as launched:
         launched.find(r"--tritonserver has no meaning here and is ignored")
         log = (workspace / "tensorrtllm_backend" / "triton.log").read_text()
@@ -310,11 +310,11 @@ def test_the_launcher_starts_the_same(workspace: Path, served: Served) -> None:
 
 
 @pytest.mark.row("triton", "--world_size", "--tp_size", "--pp_size")
-def test_an_engine_for_two_ranks_answers_the_same(workspace: Path, served: Served) -> None:
+def test_engine_for_two_ranks_gives_same_answer(workspace: Path, served: Served) -> None:
     write_templates(workspace / "models" / "qwen2-14b-trt-engine-h20-2tp")
     texts = ["cd /workspace/TensorRT-LLM/examples/qwen", CONVERT.replace("--tp_size 1", "--tp_size 2"), BUILD, FILL]
-    made = bash(workspace, "\n".join(["set -e", *texts]).replace("1tp", "2tp"))
-    assert made.returncode == 0, made.stderr
+    built = bash(workspace, "\n".join(["set -e", *texts]).replace("1tp", "2tp"))
+    assert built.returncode == 0, built.stderr
     launch = LAUNCH.replace("1tp", "2tp")
     refused = bash(workspace, launch.replace("--world_size=1", "--world_size=3"))
     assert refused.returncode == 2
@@ -325,7 +325,7 @@ def test_an_engine_for_two_ranks_answers_the_same(workspace: Path, served: Serve
 
 def test_help_lists_the_flags(workspace: Path) -> None:
     for command in ("tritonserver --help", "python3 /workspace/tensorrtllm_backend/scripts/launch_triton_server.py -h"):
-        said = bash(workspace, command)
-        assert said.returncode == 0
+        ran = bash(workspace, command)
+        assert ran.returncode == 0
         for flag in ("--model-repository", "--log-verbose", "--world_size", "--multi-model"):
-            assert re.search(rf"{flag}\b", said.stdout), flag
+            assert re.search(rf"{flag}\b", ran.stdout), flag

@@ -1,9 +1,9 @@
-"""What Ascend's document on vLLM prints, run as it stands: rank tables, start commands and requests.
+"""Examples of Ascend's documentation on vLLM, run unmodified: rank tables, start commands and requests.
 
-Hosts, ports and paths are others; devices are cores.
+Only hosts, ports and paths are replaced; devices are cores.
 """
 
-# ruff: noqa: E501 (lines of the document)
+# ruff: noqa: E501 (lines of the documentation)
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import httpx
 import openai
 import pytest
 from serving import Served, free_ports
-from shell import Shell, longer
+from shell import Shell, with_context_length
 
 from penstock.cli.main import main
 
@@ -127,7 +127,7 @@ sh AscendCloud-LLM/llm_tools/PD_separate/start_servers.sh \\
     --max-num-batched-tokens=4096 \\
     --served-model-name ${served-model-name}
 """
-"""For one instance; without ``--host`` and ``--port``. A shell reads its last word as ``model-name`` where ``served`` is not set."""
+"""Command for one instance, without ``--host`` and ``--port``. With ``served`` unset, the shell expands its last word to ``model-name``."""
 SEPARATE = """
 export GLOBAL_RANK_TABLE_FILE_PATH=global_ranktable_10.**.**.18.json
 export RANK_TABLE_FILE_PATH=local_rank_table_10.**.**.18_{instance}.json
@@ -178,15 +178,15 @@ curl -X POST http://${docker_ip}:8080/v1/completions \
 
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
-    """Where the document's archive is unpacked."""
+    """Shell in the folder of the unpacked archive."""
     folder = tmp_path_factory.mktemp("root")
     assert main(["shims", str(folder / "AscendCloud-LLM"), "ascend-vllm"]) == 0
-    made = Shell(folder)
-    made.environment |= {
+    result = Shell(folder)
+    result.environment |= {
         "root_path_of_AscendCloud": str(folder / "AscendCloud-LLM"),
-        "model": str(longer(folder / "model", 4096)),
+        "model": str(with_context_length(folder / "model", 4096)),
     }
-    return made
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -198,14 +198,14 @@ def served(shell: Shell) -> Iterator[Served]:
 
 
 def without_hosts(text: str) -> str:
-    """Compact, with the addresses that depend on the machine left out; the order of keys stays."""
+    """Return compact JSON without addresses of the machine; the order of keys is kept."""
     return json.dumps(json.loads(re.sub(r'"(server_id|server_ip|device_ip)":\s*"[^"]*"', r'"\1": ""', text)))
 
 
-def as_printed(shell: Shell, served: Served, request: str) -> Any:
-    """Documents want names and addresses replaced."""
+def ask(shell: Shell, served: Served, request: str) -> Any:
+    """Send a documented request with this server's address and model name; return the answer."""
     text = request.replace("http://${docker_ip}:8080", served.root).replace("${container_model_path}", served.name)
-    return json.loads(shell.says(text))
+    return json.loads(shell.output_of(text))
 
 
 # --- Step 5: rank tables ----------------------------------------------------------------------------------------------
@@ -214,8 +214,8 @@ def as_printed(shell: Shell, served: Served, request: str) -> Any:
 @pytest.mark.row("vllm", "pd_ranktable_tools.py", "--mode gen", "--prefill-server-list", "--decode-server-list")
 @pytest.mark.row("vllm", "--api-server", "--save-dir", "global_ranktable_IP.json")
 @pytest.mark.row("vllm", "local_ranktable_IP_DEVICES.json", "local_ranktable_IP_host.json")
-def test_tables_are_written_as_printed(shell: Shell) -> None:
-    shell.says(GEN)
+def test_generated_rank_tables_match_documentation(shell: Shell) -> None:
+    shell.output_of(GEN)
     folder = shell.folder / "save_dir"
     (ip,) = {file.name.split("_")[2].removesuffix(".json") for file in folder.glob("*.json")}
     names = {f"global_ranktable_{ip}.json", *(f"local_ranktable_{ip}_{part}.json" for part in ("45", "67", "host"))}
@@ -229,11 +229,11 @@ def test_tables_are_written_as_printed(shell: Shell) -> None:
 
 
 @pytest.mark.row("vllm", "--mode merge", "--global-ranktable-list", "--ip", "global_ranktable_merge.json")
-def test_tables_of_two_machines_are_merged_as_printed(shell: Shell) -> None:
+def test_rank_tables_of_two_machines_are_merged(shell: Shell) -> None:
     tool = "python AscendCloud-LLM/llm_tools/PD_separate/pd_ranktable_tools.py --mode gen --save-dir ranktable"
-    shell.says(f"{tool} --ip 0.0,0,0 --prefill-server-list 0,1 2,3 --api-server")
-    shell.says(f"{tool} --ip 1.1.1.1 --decode-server-list 0,1")
-    assert shell.says(MERGE) == "save_dir/global_ranktable_merge.json\n"
+    shell.output_of(f"{tool} --ip 0.0,0,0 --prefill-server-list 0,1 2,3 --api-server")
+    shell.output_of(f"{tool} --ip 1.1.1.1 --decode-server-list 0,1")
+    assert shell.output_of(MERGE) == "save_dir/global_ranktable_merge.json\n"
     found = json.loads((shell.folder / "save_dir" / "global_ranktable_merge.json").read_text())
     groups = found["server_group_list"]
     assert [(group["group_id"], group["server_count"]) for group in groups] == [("0", "1"), ("1", "2"), ("2", "1")]
@@ -242,7 +242,7 @@ def test_tables_of_two_machines_are_merged_as_printed(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ("--mode merge --global-ranktable-list global_a global_a", "have 2 API servers instead of one"),
         ("--mode merge --global-ranktable-list global_b global_b", "have 0 API servers instead of one"),
@@ -271,12 +271,12 @@ def test_tables_of_two_machines_are_merged_as_printed(shell: Shell) -> None:
         ("--mode both", "invalid choice: 'both'"),
     ],
 )
-def test_wrong_tables_are_told_in_one_sentence(
+def test_invalid_rank_table_is_reported_in_one_line(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     arguments: str,
-    words: str,
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main("ranktable --mode gen --ip a --api-server".split()) == 0
@@ -292,20 +292,19 @@ def test_wrong_tables_are_told_in_one_sentence(
         status = main(["ranktable", *arguments.split()])
     except SystemExit as ended:
         status = ended.code
-    said = capsys.readouterr()
-    assert status == 2 and not said.out
-    assert words in said.err and len(said.err.splitlines()) == 1
+    output = capsys.readouterr()
+    assert status == 2 and not output.out
+    assert message in output.err and len(output.err.splitlines()) == 1
 
 
-# --- Steps 6 to 8: starting -------------------------------------------------------------------------------------------
+# --- Steps 6 to 8: start and requests ---------------------------------------------------------------------------------
 
 
 @pytest.mark.row("vllm", "GLOBAL_RANK_TABLE_FILE_PATH", "RANK_TABLE_FILE_PATH", "NODE_PORTS")
-def test_separate_instances_answer_as_printed(shell: Shell, served: Served, tmp_path: Path) -> None:
-    """As one instance does, from the rank tables to the chat at the scheduler's port; the scheduler computes
-    nothing."""
+def test_prefill_and_decode_instances_equal_single_instance(shell: Shell, served: Served, tmp_path: Path) -> None:
+    """All documented steps are run, from rank tables to a chat at the scheduler's port; the scheduler has no engine."""
     folder, ports = f"tables{tmp_path.name}", free_ports(3)
-    shell.says(GEN.replace("./save_dir", folder))
+    shell.output_of(GEN.replace("./save_dir", folder))
     (table,) = (shell.folder / folder).glob("global_ranktable_*.json")
     address = table.stem.rpartition("_")[2]
     environment = {**shell.environment, "XDG_CONFIG_HOME": str(tmp_path)}
@@ -316,24 +315,24 @@ def test_separate_instances_answer_as_printed(shell: Shell, served: Served, tmp_
             "local_rank_table_", "local_ranktable_"
         )
         script = script.replace("global_rank", f"{folder}/global_rank").replace("local_rank", f"{folder}/local_rank")
-        words = shell.command(script.replace("10.**.**.18", address).replace("\nsh ", "\nexec sh "))
+        command = shell.command(script.replace("10.**.**.18", address).replace("\nsh ", "\nexec sh "))
         flags = ("--host", "0.0.0.0", "--port", str(port), "--num-gpu-blocks-override", "100")
-        return Served(*flags, command=words, environment=environment)
+        return Served(*flags, command=command, environment=environment)
 
     with ExitStack() as stack:
         servers = [started(name, port) for name, port in zip(("45", "67", "host"), ports, strict=True)]
         prefill, decode, scheduler = [stack.enter_context(server) for server in servers]
         instances = httpx.get(f"{scheduler.root}/penstock/instances").json()["instances"]
-        assert {one["role"] for one in instances} <= {"prefill", "decode"} and instances
-        assert as_printed(shell, scheduler, CHAT)["choices"] == as_printed(shell, served, CHAT)["choices"]
-        assert as_printed(shell, scheduler, GUIDED)["choices"] == as_printed(shell, served, GUIDED)["choices"]
+        assert {instance["role"] for instance in instances} <= {"prefill", "decode"} and instances
+        assert ask(shell, scheduler, CHAT)["choices"] == ask(shell, served, CHAT)["choices"]
+        assert ask(shell, scheduler, GUIDED)["choices"] == ask(shell, served, GUIDED)["choices"]
         assert [len(server.pids["engine"]) for server in (prefill, decode, scheduler)] == [1, 1, 0]
 
 
 @pytest.mark.row("vllm", "start_servers.sh", "POST /v1/chat/completions", "--served-model-name")
-def test_the_chat_is_answered(shell: Shell, served: Served) -> None:
+def test_documented_chat_is_answered(shell: Shell, served: Served) -> None:
     assert served.name == "model-name"
-    answer = as_printed(shell, served, CHAT)
+    answer = ask(shell, served, CHAT)
     assert answer["object"] == "chat.completion" and answer["model"] == "model-name"
     (choice,) = answer["choices"]
     assert choice["message"]["role"] == "assistant" and choice["message"]["content"]
@@ -341,8 +340,8 @@ def test_the_chat_is_answered(shell: Shell, served: Served) -> None:
 
 
 @pytest.mark.row("vllm", "POST /v1/completions", "guided_json")
-def test_the_schema_is_kept_to(shell: Shell, served: Served) -> None:
-    answer = as_printed(shell, served, GUIDED)
+def test_guided_json_constrains_answer(shell: Shell, served: Served) -> None:
+    answer = ask(shell, served, GUIDED)
     (choice,) = answer["choices"]
     assert choice["finish_reason"] == "stop", choice
     found = json.loads(choice["text"])
@@ -353,31 +352,31 @@ def test_the_schema_is_kept_to(shell: Shell, served: Served) -> None:
 
 
 @pytest.mark.row("vllm", "USE_OPENAI=1", "model")
-def test_a_request_must_name_the_model(served: Served) -> None:
+def test_model_is_required(served: Served) -> None:
     paths: dict[str, dict[str, Any]] = {"completions": {"prompt": "x"}, "chat/completions": {"messages": []}}
-    for path, asked in (paths | {"embeddings": {"input": "x"}}).items():
-        for given in ({}, {"model": None}):
-            missing = httpx.post(f"{served.url}/{path}", json=asked | given)
+    for path, body in (paths | {"embeddings": {"input": "x"}}).items():
+        for model in ({}, {"model": None}):
+            missing = httpx.post(f"{served.url}/{path}", json=body | model)
             assert missing.status_code == 400 and missing.json()["error"]["param"] == "model", path
             assert missing.json()["error"]["message"] == "model: is missing; must be model-name"
             assert missing.json()["error"]["code"] == 400
         for name, status in (("another", 404), (["model-name"], 400)):
-            wrong = httpx.post(f"{served.url}/{path}", json=asked | {"model": name})
+            wrong = httpx.post(f"{served.url}/{path}", json=body | {"model": name})
             assert wrong.status_code == status and wrong.json()["error"]["param"] == "model", path
     assert httpx.post(f"{served.root}/generate", json={"prompt": "x", "max_tokens": 2}).status_code == 200
 
 
 @pytest.mark.row("vllm", "temperature", "top_p", "top_k", "max_tokens", "stream", "n")
-def test_defaults_are_the_documents(served: Served) -> None:
-    """Whatever the model's makers recommend: what is sampled is the same as with the defaults written out."""
+def test_sampling_defaults_match_documentation(served: Served) -> None:
+    """The model's ``generation_config.json`` is not used: explicit defaults give the same sample."""
     client = openai.OpenAI(base_url=served.url, api_key="none")
-    asked: dict[str, Any] = {"model": served.name, "prompt": "Once upon a time", "seed": 3}
-    asked["extra_body"] = {"ignore_eos": True}
-    usual = client.completions.create(**asked)
-    spelt = {"max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "stream": False, "n": 1}
-    spelt["extra_body"] = {"ignore_eos": True, "top_k": -1}
-    assert usual.choices[0].text == client.completions.create(**asked | spelt).choices[0].text
-    makers = {"temperature": 0.4, "top_p": 0.95, "extra_body": {"ignore_eos": True, "top_k": 20}}
-    cold = client.completions.create(**asked | makers)
-    assert cold.choices[0].text != usual.choices[0].text
-    assert usual.usage and usual.usage.completion_tokens == 16 and len(usual.choices) == 1
+    fields: dict[str, Any] = {"model": served.name, "prompt": "Once upon a time", "seed": 3}
+    fields["extra_body"] = {"ignore_eos": True}
+    default = client.completions.create(**fields)
+    explicit = {"max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "stream": False, "n": 1}
+    explicit["extra_body"] = {"ignore_eos": True, "top_k": -1}
+    assert default.choices[0].text == client.completions.create(**fields | explicit).choices[0].text
+    recommended = {"temperature": 0.4, "top_p": 0.95, "extra_body": {"ignore_eos": True, "top_k": 20}}
+    cold = client.completions.create(**fields | recommended)
+    assert cold.choices[0].text != default.choices[0].text
+    assert default.usage and default.usage.completion_tokens == 16 and len(default.choices) == 1

@@ -1,4 +1,4 @@
-"""``penstock shims``: commands of other systems, where one asks for them and nowhere else."""
+"""``penstock shims`` writes wrapper commands and modules of other systems, only on request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from repository import ROOT
 
 from penstock.cli.main import main
 
-NAMED = {
+FILES = {
     "triton": {
         "tritonserver",
         "launch_triton_server.py",
@@ -63,26 +63,26 @@ def run(*command: str | Path, **options: object) -> subprocess.CompletedProcess[
     return subprocess.run(list(map(str, command)), capture_output=True, text=True, **options)  # type: ignore[call-overload]
 
 
-def test_the_package_takes_no_name_but_its_own() -> None:
+def test_package_installs_only_penstock_command() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert set(project["scripts"]) == {"penstock"}
 
 
-@pytest.mark.parametrize("system", NAMED)
-def test_a_systems_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], system: str) -> None:
+@pytest.mark.parametrize("system", FILES)
+def test_shims_of_system_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str], system: str) -> None:
     assert main(["shims", str(tmp_path), system]) == 0
-    assert files(tmp_path) == NAMED[system]
+    assert files(tmp_path) == FILES[system]
     assert all(os.access(tmp_path / name, os.X_OK) for name in files(tmp_path))
-    said = capsys.readouterr().out
-    assert (f"export PATH={tmp_path}:$PATH\n" in said) == any("/" not in name for name in NAMED[system])
-    assert (f"export PYTHONPATH={tmp_path}/modules" in said) == any(
-        name.startswith("modules/") for name in NAMED[system]
+    output = capsys.readouterr().out
+    assert (f"export PATH={tmp_path}:$PATH\n" in output) == any("/" not in name for name in FILES[system])
+    assert (f"export PYTHONPATH={tmp_path}/modules" in output) == any(
+        name.startswith("modules/") for name in FILES[system]
     )
 
 
-def test_all_or_one_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_or_named_shims_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["shims", str(tmp_path / "all")]) == 0
-    assert files(tmp_path / "all") == set().union(*NAMED.values())
+    assert files(tmp_path / "all") == set().union(*FILES.values())
     assert main(["shims", str(tmp_path / "one"), "trtllm-build", "start_server"]) == 0
     assert files(tmp_path / "one") == {"trtllm-build", "start_server"}
     capsys.readouterr()
@@ -95,7 +95,7 @@ def test_all_or_one_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (
             ["DIR", "tritonservr"],
@@ -105,28 +105,28 @@ def test_all_or_one_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["FILE"], "cannot write to "),
     ],
 )
-def test_what_is_wrong_is_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+def test_invalid_arguments_are_reported_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     (tmp_path / "file").touch()
-    places = {"DIR": str(tmp_path / "dir"), "FILE": str(tmp_path / "file")}
-    assert main(["shims", *[places.get(word, word) for word in arguments]]) == 2
+    paths = {"DIR": str(tmp_path / "dir"), "FILE": str(tmp_path / "file")}
+    assert main(["shims", *[paths.get(argument, argument) for argument in arguments]]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert words in line
+    assert message in line
 
 
-def test_a_file_of_somebody_else_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_foreign_file_is_not_overwritten_without_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "tritonserver").write_text("#!/bin/sh\necho the real one\n")
     assert main(["shims", str(tmp_path), "triton"]) == 2
     assert "tritonserver exists and was not written by" in capsys.readouterr().err
-    assert files(tmp_path) == {"tritonserver"}, "none where not all can be written"
+    assert files(tmp_path) == {"tritonserver"}, "no file is written if one cannot be written"
     assert main(["shims", str(tmp_path), "triton", "--force"]) == 0
-    assert main(["shims", str(tmp_path), "triton"]) == 0, "again, over its own files"
+    assert main(["shims", str(tmp_path), "triton"]) == 0, "shims are overwritten"
     assert "the real one" not in (tmp_path / "tritonserver").read_text()
 
 
-def test_any_python_runs_them_from_anywhere(tmp_path: Path) -> None:
-    """Also one without this package, from a folder whose modules have our names."""
+def test_shims_run_from_any_folder_and_python(tmp_path: Path) -> None:
+    """The current folder has a module named penstock; some commands run in a Python without Penstock."""
     shims, here = tmp_path / "shims", tmp_path / "here"
     assert main(["shims", str(shims)]) == 0
     here.mkdir()
@@ -139,7 +139,7 @@ def test_any_python_runs_them_from_anywhere(tmp_path: Path) -> None:
         assert bare.returncode == 0 and bare.stdout.startswith("usage: "), bare.stderr
 
 
-def test_an_interpreter_in_a_folder_with_a_space(tmp_path: Path) -> None:
+def test_interpreter_path_may_contain_space(tmp_path: Path) -> None:
     python = tmp_path / "my programs" / "python"
     python.parent.mkdir()
     python.symlink_to(os.path.realpath(sys.executable))
@@ -171,7 +171,7 @@ print(result.outputs[0].text)
 
 
 @pytest.mark.parametrize("system", IMPORTS)
-def test_python_code_imports_from_its_modules(tmp_path: Path, system: str) -> None:
+def test_written_modules_are_importable(tmp_path: Path, system: str) -> None:
     assert main(["shims", str(tmp_path), system]) == 0
     messages = "MESSAGES = [{'role': 'user', 'content': 'What is the capital of Canada?'}]"
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "modules")}

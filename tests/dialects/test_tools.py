@@ -1,4 +1,4 @@
-"""Calls of tools in every form that models have, by OpenAI's own client, streamed and whole."""
+"""Tool calls in each model's format, streamed and whole, tested with OpenAI's Python client."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from asking import PLAIN, THINK, Told, ask
+from openai_chats import PLAIN_TEMPLATE, THINK, ChatResult, ask
 from serving import Served
 
 
@@ -51,53 +51,53 @@ def client() -> Iterator[openai.OpenAI]:
 both = pytest.mark.parametrize("stream", [False, True])
 
 
-def check_calls(told: Told) -> None:
-    assert told.calls
-    for name, arguments in told.calls[:-1] if told.reason == "length" else told.calls:
+def check_calls(answer: ChatResult) -> None:
+    assert answer.calls
+    for name, arguments in answer.calls[:-1] if answer.reason == "length" else answer.calls:
         known = next(t["function"]["parameters"] for t in [*TOOLS, PLAN] if t["function"]["name"] == name)
         jsonschema.validate(json.loads(arguments), known)
 
 
 @pytest.mark.parametrize("name", ["my tool", "a[b", "", "x" * 129])
-def test_names_that_no_form_can_tell_are_refused(client: openai.OpenAI, name: str) -> None:
+def test_invalid_function_name_is_rejected(client: openai.OpenAI, name: str) -> None:
     with pytest.raises(openai.BadRequestError, match="matching regex") as caught:
         ask(client, False, IN_PARIS, tools=[tool(name)])
     assert caught.value.param == "tools[0].function.name"
 
 
-def test_a_template_that_reads_no_tools_gets_none(client: openai.OpenAI) -> None:
-    """Which is said, and not passed over."""
+def test_template_without_tools_rejects_tools(client: openai.OpenAI) -> None:
     template = "{% for m in messages %}{{ m.content }}<tool_call>{% endfor %}"
     with pytest.raises(openai.BadRequestError, match="does not support tools"):
         ask(client, False, IN_PARIS, tools=TOOLS, extra_body={"chat_template": template})
 
 
-def test_arguments_come_in_pieces(client: openai.OpenAI) -> None:
+def test_arguments_are_streamed_in_chunks(client: openai.OpenAI) -> None:
     whole, streamed = (ask(client, stream, IN_PARIS, tools=TOOLS[:1]) for stream in (False, True))
     assert streamed.calls == whole.calls == [["get_weather", '{"city": "巴黎"}']]
     assert (streamed.content, streamed.reason) == (whole.content, whole.reason) == ("", "tool_calls")
     write = tool("write", text={"type": "string", "minLength": 500})
-    told = ask(client, True, IN_PARIS, tools=[write], tool_choice="required", max_tokens=1000)
-    assert told.pieces > 1 and told.calls[0][0] == "write"  # a busy server joins tokens, but not hundreds of them
+    long = ask(client, True, IN_PARIS, tools=[write], tool_choice="required", max_tokens=1000)
+    # a busy server puts several tokens in a chunk, but not hundreds
+    assert long.num_argument_chunks > 1 and long.calls[0][0] == "write"
 
 
 @both
-def test_a_call_comes_after_a_thought(client: openai.OpenAI, stream: bool) -> None:
+def test_forced_call_follows_reasoning(client: openai.OpenAI, stream: bool) -> None:
     fields = {"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False, "extra_body": THINK}
-    told = ask(client, stream, IN_PARIS, **fields)
-    check_calls(told)
-    assert told.content == "" and len(told.calls) == 1
+    answer = ask(client, stream, IN_PARIS, **fields)
+    check_calls(answer)
+    assert answer.content == "" and len(answer.calls) == 1
 
 
 @both
-def test_a_call_cut_short_is_what_was_written(client: openai.OpenAI, stream: bool) -> None:
+def test_truncated_call_has_partial_arguments(client: openai.OpenAI, stream: bool) -> None:
     whole = ask(client, stream, IN_PARIS, tools=TOOLS[:1])
     short = ask(client, stream, IN_PARIS, tools=TOOLS[:1], max_tokens=whole.usage.completion_tokens - 5)
     ((name, arguments),) = short.calls
     assert name == "get_weather" and whole.calls[0][1].startswith(arguments) and short.reason == "length"
 
 
-FORMS = {
+FORMATS = {
     "mistral": "[TOOL_CALLS]",
     "mistral with arguments": "[TOOL_CALLS]NAME[ARGS]",
     "llama3_json": 'Respond in the format {"name": function name, "parameters": dictionary}.',
@@ -116,53 +116,56 @@ FORMS = {
     "pythonic": "[func_name1(params_name1=params_value1)]",
     "olmo3": "<function_calls>",
 }
+"""By format: text of a chat template from which the format is detected."""
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_is_found_made_and_read(client: openai.OpenAI, form: str) -> None:
-    template = {"chat_template": PLAIN.replace("TEACHES", FORMS[form])}
+@pytest.mark.parametrize("tool_format", FORMATS)
+def test_format_is_detected_generated_and_parsed(client: openai.OpenAI, tool_format: str) -> None:
+    template = {"chat_template": PLAIN_TEMPLATE.replace("TEACHES", FORMATS[tool_format])}
     for fields in (
         {"tool_choice": {"type": "function", "function": {"name": "roll"}}},
         {"tool_choice": "required", "temperature": 1, "seed": 5, "max_tokens": 100},
         {"tool_choice": "required", "parallel_tool_calls": False},
         {"tool_choice": "required", "parallel_tool_calls": False, "tools": [PLAN], "temperature": 1, "seed": 1},
     ):
-        given = {"tools": TOOLS, "extra_body": template, **fields}
-        whole, streamed = (ask(client, stream, IN_PARIS, **given) for stream in (False, True))
+        request = {"tools": TOOLS, "extra_body": template, **fields}
+        whole, streamed = (ask(client, stream, IN_PARIS, **request) for stream in (False, True))
         check_calls(whole)
         assert (streamed.calls, streamed.content) == (whole.calls, whole.content)
         assert whole.reason == "length" or not whole.content
     assert not ask(client, False, IN_PARIS, tools=TOOLS, tool_choice="none", extra_body=template).calls
 
 
-def test_ids_of_calls_are_those_that_templates_take_back(client: openai.OpenAI) -> None:
-    kinds = {"mistral": "[0-9a-zA-Z]{9}", "deepseek_v3": "call_[0-9a-f]{24}"}
-    for form, pattern in kinds.items():
-        template = {"chat_template": PLAIN.replace("TEACHES", FORMS[form])}
-        asked: dict[str, Any] = {"model": "default", "messages": IN_PARIS, "tools": TOOLS, "tool_choice": "required"}
-        answer = client.chat.completions.create(**asked, extra_body=template, parallel_tool_calls=False, max_tokens=200)
+def test_call_ids_match_template(client: openai.OpenAI) -> None:
+    patterns = {"mistral": "[0-9a-zA-Z]{9}", "deepseek_v3": "call_[0-9a-f]{24}"}
+    for tool_format, pattern in patterns.items():
+        template = {"chat_template": PLAIN_TEMPLATE.replace("TEACHES", FORMATS[tool_format])}
+        fields: dict[str, Any] = {"model": "default", "messages": IN_PARIS, "tools": TOOLS, "tool_choice": "required"}
+        answer = client.chat.completions.create(
+            **fields, extra_body=template, parallel_tool_calls=False, max_tokens=200
+        )
         (call,) = answer.choices[0].message.tool_calls or ()
         assert re.fullmatch(pattern, call.id)
 
 
-def test_a_form_can_be_named() -> None:
+def test_tool_call_parser_selects_format() -> None:
     arguments = ("--num-gpu-blocks-override", "400", "--tool-call-parser", "mistral", "--reasoning-parser", "none")
     with Served(*arguments) as served:
         client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
         check_calls(ask(client, True, IN_PARIS, tools=TOOLS[:1], tool_choice="required", parallel_tool_calls=False))
-        unread = ask(client, False, IN_PARIS, tools=TOOLS[:1], extra_body=THINK)
-        assert not unread.calls and not unread.thought and unread.content.startswith("<think>")
+        unparsed = ask(client, False, IN_PARIS, tools=TOOLS[:1], extra_body=THINK)
+        assert not unparsed.calls and not unparsed.thought and unparsed.content.startswith("<think>")
 
 
-def test_what_a_form_cannot_follow_is_refused(client: openai.OpenAI) -> None:
-    template = {"chat_template": PLAIN.replace("TEACHES", FORMS["qwen3_coder"])}
+def test_schema_unsupported_by_format_is_rejected(client: openai.OpenAI) -> None:
+    template = {"chat_template": PLAIN_TEMPLATE.replace("TEACHES", FORMATS["qwen3_coder"])}
     wrong = tool("roll", **{"a b": {"type": "string"}})
     with pytest.raises(openai.BadRequestError, match="the name of the parameter 'a b' is not supported") as caught:
         ask(client, False, IN_PARIS, tools=[wrong], tool_choice="required", extra_body=template)
     assert caught.value.param == "tools"
 
 
-def test_tools_of_an_unknown_form_are_refused(client: openai.OpenAI) -> None:
-    template = {"chat_template": PLAIN.replace("TEACHES", "<|calls|>")}
+def test_tools_are_rejected_with_unknown_format(client: openai.OpenAI) -> None:
+    template = {"chat_template": PLAIN_TEMPLATE.replace("TEACHES", "<|calls|>")}
     with pytest.raises(openai.BadRequestError, match="tools: this model's chat template does not support tools"):
         ask(client, False, IN_PARIS, tools=TOOLS, extra_body=template)

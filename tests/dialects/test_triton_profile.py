@@ -1,4 +1,4 @@
-"""What users of Triton and TensorRT-LLM type at the start: flags, model repositories, templates filled in."""
+"""The triton profile: flags of tritonserver and its launcher, model repositories, and filled templates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 import tritonclient.grpc as triton
-from serving import Said, Served, within
+from serving import CommandResult, Served, run_in_process
 from triton_templates import write_templates
 
 from penstock import demo
@@ -19,7 +19,7 @@ from penstock.cli.main import main
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Path:
-    """What ``trtllm-build`` leaves."""
+    """An engine folder like that of ``trtllm-build``."""
     folder = tmp_path / "engine"
     folder.mkdir()
     built = {"max_batch_size": 256, "max_num_tokens": 10000, "max_input_len": 512, "max_output_len": 256}
@@ -33,8 +33,8 @@ def templates(tmp_path: Path) -> Path:
     return write_templates(tmp_path / "models")
 
 
-def fill(templates: Path, model: str, values: str) -> Said:
-    return within(fill_template.main, "-i", str(templates / model / "config.pbtxt"), values)
+def fill(templates: Path, model: str, values: str) -> CommandResult:
+    return run_in_process(fill_template.main, "-i", str(templates / model / "config.pbtxt"), values)
 
 
 def pairs(values: dict[str, str]) -> str:
@@ -42,7 +42,7 @@ def pairs(values: dict[str, str]) -> str:
 
 
 def filled(templates: Path, engine: Path, **changes: str) -> Path:
-    """The repository of the document, its values filled in by the document's commands."""
+    """Fill the documented repository with the documented commands, changing some values; return its folder."""
     tokenizer = f"tokenizer_dir:{demo.CHAT},triton_max_batch_size:256"
     bls = {"triton_max_batch_size": "256", "decoupled_mode": "False", "bls_instance_count": "1"}
     values = {
@@ -51,15 +51,15 @@ def filled(templates: Path, engine: Path, **changes: str) -> Path:
         "tensorrt_llm_bls": pairs(bls | {"accumulate_tokens": "False"}),
         "ensemble": "triton_max_batch_size:256",
     }
-    own = {"triton_backend": "tensorrtllm", "triton_max_batch_size": "128", "decoupled_mode": "True"}
-    own |= {"max_beam_width": "1", "engine_dir": str(engine), "kv_cache_free_gpu_mem_fraction": "0.95"}
-    own |= {"exclude_input_in_output": "True", "batching_strategy": "inflight_fused_batching"}
-    own |= {"max_queue_delay_microseconds": "0", "enable_chunked_context": "True"}
-    own |= {"batch_scheduler_policy": "max_utilization"}
-    values["tensorrt_llm"] = pairs(own | changes)
+    engine_values = {"triton_backend": "tensorrtllm", "triton_max_batch_size": "128", "decoupled_mode": "True"}
+    engine_values |= {"max_beam_width": "1", "engine_dir": str(engine), "kv_cache_free_gpu_mem_fraction": "0.95"}
+    engine_values |= {"exclude_input_in_output": "True", "batching_strategy": "inflight_fused_batching"}
+    engine_values |= {"max_queue_delay_microseconds": "0", "enable_chunked_context": "True"}
+    engine_values |= {"batch_scheduler_policy": "max_utilization"}
+    values["tensorrt_llm"] = pairs(engine_values | changes)
     for model, text in values.items():
-        said = fill(templates, model, text)
-        assert said.returncode == 0 and not said.stderr, said.stderr
+        ran = fill(templates, model, text)
+        assert ran.returncode == 0 and not ran.stderr, ran.stderr
     return templates
 
 
@@ -68,25 +68,25 @@ def config(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any
     return {name: found["value"] for name, found in json.loads(capsys.readouterr().out).items()}
 
 
-def test_flags_are_taken(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
-    usual = config(capsys)
-    assert (usual["port"], usual["grpc_port"], usual["metrics_port"]) == (8000, 8001, 8002)
-    assert usual["kv_cache_free_memory_fraction"] == 0.9
+def test_flags_set_options(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    defaults = config(capsys)
+    assert (defaults["port"], defaults["grpc_port"], defaults["metrics_port"]) == (8000, 8001, 8002)
+    assert defaults["kv_cache_free_memory_fraction"] == 0.9
     found = config(
         capsys, "--http-port", "8200", "--log-info", "true", "--log-verbose", "4", "--exit-timeout-secs", "7"
     )
     assert (found["port"], found["log_level"], found["drain_timeout"]) == (8200, "debug", 7)
-    quiet = config(capsys, "--log-info=false", "--allow-grpc=0", "--allow-metrics", "off")
+    disabled = config(capsys, "--log-info=false", "--allow-grpc=0", "--allow-metrics", "off")
     assert config(capsys, "--http-port", "8200", "--allow-http=false")["port"] == -1
-    assert (quiet["log_level"], quiet["grpc_port"], quiet["metrics_port"]) == ("warning", -1, -1)
-    launched = ["--world_size=1", "--tritonserver", "/opt/tritonserver/bin/tritonserver", "--force", "--log"]
-    launched += ["--log-file", "log.txt", "--http_port", "8300", "--tensorrt_llm_model_name=tensorrt_llm"]
-    assert config(capsys, *launched)["port"] == 8300
+    assert (disabled["log_level"], disabled["grpc_port"], disabled["metrics_port"]) == ("warning", -1, -1)
+    launcher_flags = ["--world_size=1", "--tritonserver", "/opt/tritonserver/bin/tritonserver", "--force", "--log"]
+    launcher_flags += ["--log-file", "log.txt", "--http_port", "8300", "--tensorrt_llm_model_name=tensorrt_llm"]
+    assert config(capsys, *launcher_flags)["port"] == 8300
     assert "--force has no meaning here" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["--world_size", "2"], "--world_size: '2' is wrong: the number of ranks is that of the engine folder"),
         (["--model-control-mode", "poll"], "set none or explicit"),
@@ -96,12 +96,12 @@ def test_flags_are_taken(capsys: pytest.CaptureFixture[str], caplog: pytest.LogC
         (["--model-repository", "/nowhere"], "model_repository: /nowhere has no folders"),
     ],
 )
-def test_flags_that_cannot_be_are_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+def test_invalid_flags_are_rejected(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     assert main(["config", "--compat", "triton", *arguments]) == 2
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_repository_becomes_settings(
+def test_repository_sets_options(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, templates: Path, engine: Path
 ) -> None:
     repository = filled(templates, engine, batch_scheduler_policy="GUARANTEED_NO_EVICT")
@@ -127,7 +127,7 @@ def test_a_repository_becomes_settings(
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"batching_strategy": "V2"}, "gpt_model_type: 'V2' is wrong: it is not one of inflight_fused_batching"),
         ({"normalize_log_probs": "false"}, "normalize_log_probs: 'false' is wrong"),
@@ -141,58 +141,58 @@ def test_a_repository_becomes_settings(
         ({"triton_max_batch_size": "many"}, "is not a model configuration"),
     ],
 )
-def test_what_a_repository_cannot_ask_for_is_named(
-    capsys: pytest.CaptureFixture[str], templates: Path, engine: Path, changes: dict[str, str], words: str
+def test_invalid_repository_value_is_rejected_by_name(
+    capsys: pytest.CaptureFixture[str], templates: Path, engine: Path, changes: dict[str, str], message: str
 ) -> None:
     repository = filled(templates, engine, **changes)
     assert main(["config", "--compat", "triton", "--model-repository", str(repository)]) == 2
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_contradictions_and_strangers_are_named(
+def test_contradicting_or_unknown_parameters_are_rejected(
     capsys: pytest.CaptureFixture[str], templates: Path, engine: Path, tmp_path: Path
 ) -> None:
     repository = filled(templates, engine)
-    asked = ["config", "--compat", "triton", "--model-repository", str(repository)]
+    arguments = ["config", "--compat", "triton", "--model-repository", str(repository)]
     file = repository / "postprocessing" / "config.pbtxt"
     good = file.read_text()
     file.write_text(good.replace(str(demo.CHAT), str(tmp_path)))
-    assert main(asked) == 2
+    assert main(arguments) == 2
     assert "postprocessing/config.pbtxt: tokenizer_dir" in capsys.readouterr().err
     file.write_text(good.replace("tokenizer_dir", "tokeniser_dir"))
-    assert main(asked) == 2
+    assert main(arguments) == 2
     assert "did you mean tokenizer_dir?" in capsys.readouterr().err
     for model in ("preprocessing", "postprocessing"):
         path = repository / model / "config.pbtxt"
         path.write_text(
             path.read_text().replace("tokeniser_dir", "tokenizer_dir").replace(str(demo.CHAT), str(tmp_path))
         )
-    assert main(asked) == 2
+    assert main(arguments) == 2
     assert "has no Hugging Face checkpoint" in capsys.readouterr().err
 
 
 def test_templates_are_filled(templates: Path) -> None:
     assert fill(templates, "ensemble", "triton_max_batch_size").returncode == 2
-    said = fill(templates, "ensemble", "triton_max_batchsize:3")
-    assert "did you mean triton_max_batch_size?" in said.stderr
+    failed = fill(templates, "ensemble", "triton_max_batchsize:3")
+    assert "did you mean triton_max_batch_size?" in failed.stderr
     assert fill(templates, "ensemble", "triton_max_batch_size:3").returncode == 0
     assert "max_batch_size: 3" in (templates / "ensemble" / "config.pbtxt").read_text()
 
 
 @pytest.mark.row("triton", ":8002/metrics")
-def test_the_documents_server_answers(templates: Path, engine: Path) -> None:
+def test_documented_server_answers(templates: Path, engine: Path) -> None:
     repository = filled(templates, engine, max_tokens_in_paged_kv_cache="8192")
     flags = ["--compat", "triton", "--model-repository", str(repository), "--grpc-port", "0", "--metrics-port", "0"]
     with Served(*flags, "--log-info", "true", "--log-verbose", "4") as served:
-        asked = {
+        body = {
             "text_input": "如何保持正能量?",
             "parameters": {"max_tokens": 10, "bad_words": [""], "stop_words": [""]},
         }
-        answer = httpx.post(f"{served.root}/v2/models/ensemble/generate", json=asked, timeout=60).json()
+        answer = httpx.post(f"{served.root}/v2/models/ensemble/generate", json=body, timeout=60).json()
         assert answer["model_name"] == "ensemble" and "如何" not in answer["text_output"]
         metrics = served.find(r"health and metrics at (\S+)")[1]
         assert 'nv_inference_count{model="ensemble",version="1"} 1.0' in httpx.get(f"{metrics}/metrics").text
         assert httpx.get(f"{metrics}/v2/health/ready").status_code == 200
-        assert httpx.post(f"{metrics}/v2/models/ensemble/generate", json=asked).json().keys() == {"error"}
+        assert httpx.post(f"{metrics}/v2/models/ensemble/generate", json=body).json().keys() == {"error"}
         with triton.InferenceServerClient(served.find(r"gRPC at (\S+)")[1]) as client:
             assert client.is_model_ready("tensorrt_llm")

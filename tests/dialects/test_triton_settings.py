@@ -1,4 +1,4 @@
-"""Each flag and each name in a config.pbtxt that Triton's users know: what it means here, or why it means nothing."""
+"""Flags and config.pbtxt parameters of Triton: each sets an option, is ignored with a reason or rejected by name."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(repository: Path, folder: Path, model: str, line: str) -> list[str]:
-    """The flags for a copy of the repository with another line in a model's file, in place of what sets the same."""
+    """Copy the repository to a folder, replacing a line of a model's config.pbtxt; return the flags to use the copy."""
     for file in repository.glob("*/config.pbtxt"):
         text = file.read_text()
         if file.parent.name == model:
             key = line.partition("value: ")[0] if line.startswith("parameters") else line.partition(" ")[0]
-            text = "\n".join([kept for kept in text.splitlines() if not kept.startswith(key)] + [line])
+            text = "\n".join([other for other in text.splitlines() if not other.startswith(key)] + [line])
         (folder / file.parent.name).mkdir(parents=True)
         (folder / file.parent.name / "config.pbtxt").write_text(text)
     return ["--model-repository", str(folder)]
@@ -78,7 +78,7 @@ def parameter(key: str, value: str) -> str:
         (["--tensorrt_llm_model_name", "tensorrt_llm"], "model", ""),
     ],
 )
-def test_a_flag_means(capsys: pytest.CaptureFixture[str], arguments: list[str], setting: str, value: Any) -> None:
+def test_flag_sets_option(capsys: pytest.CaptureFixture[str], arguments: list[str], setting: str, value: Any) -> None:
     assert config(capsys, *arguments)[setting] == value
 
 
@@ -107,7 +107,7 @@ def test_a_flag_means(capsys: pytest.CaptureFixture[str], arguments: list[str], 
         "--enable-peer-access=false",
     ],
 )
-def test_a_flag_without_a_meaning_is_told(
+def test_ignored_flag_is_reported(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, flag: str
 ) -> None:
     name = "--force" if flag == "-f" else flag.partition("=")[0]
@@ -121,7 +121,7 @@ def test_a_flag_without_a_meaning_is_told(
 @pytest.mark.row("triton", "--grpc-address", "--metrics-address", "--trace-config")
 @pytest.mark.row("triton", "--allow-http", "--grpc-use-ssl", "--http-restricted-api", "--world_size")
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["--allow-http", "false", "--allow-grpc", "false"], "port: is -1 (no HTTP) without grpc_port"),
         (["--allow-http", "perhaps"], "it is not one of true"),
@@ -143,14 +143,14 @@ def test_a_flag_without_a_meaning_is_told(
         (["--log-error", "false"], "errors are always logged"),
     ],
 )
-def test_a_flag_that_cannot_be_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+def test_invalid_flag_is_rejected(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     assert main(["config", "--compat", "triton", *arguments]) == 2
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.row("triton", "--model-repository", "--model-store", "--model_repo")
 @pytest.mark.parametrize("flag", ["--model-repository", "--model-store", "--model_repo", "--model-repo"])
-def test_a_repository_has_many_names(capsys: pytest.CaptureFixture[str], repository: Path, flag: str) -> None:
+def test_repository_flag_has_several_names(capsys: pytest.CaptureFixture[str], repository: Path, flag: str) -> None:
     assert config(capsys, flag, str(repository))["model"] == str(demo.CHAT)
     assert config(capsys, f"{flag}={repository}", "--model", "/other")["model"] == "/other"
 
@@ -193,7 +193,7 @@ def test_a_repository_has_many_names(capsys: pytest.CaptureFixture[str], reposit
         ("tensorrt_llm_bls", "accumulate_tokens", "true", "accumulate_tokens", True),
     ],
 )
-def test_a_name_means(
+def test_parameter_sets_option(
     capsys: pytest.CaptureFixture[str],
     repository: Path,
     tmp_path: Path,
@@ -211,7 +211,7 @@ def test_a_name_means(
 @pytest.mark.row("triton", "skip_special_tokens", "max_attention_window_size", "sink_token_length")
 @pytest.mark.row("triton", "medusa_choices", "eagle_choices", "tensorrt_llm_draft_model_name")
 @pytest.mark.parametrize(
-    ("model", "key", "good", "wrong", "words"),
+    ("model", "key", "good", "wrong", "message"),
     [
         ("tensorrt_llm", "gpu_device_ids", "0", "0,1", "has 2 devices per instance, but the engine is for 1"),
         ("tensorrt_llm", "gpu_device_ids", "2;3", "0;2", "devices must have consecutive numbers"),
@@ -228,7 +228,7 @@ def test_a_name_means(
         ("tensorrt_llm", "gpt_model_type", "v1", "V2", "it is not one of inflight_fused_batching"),
     ],
 )
-def test_a_name_can_be_few_things(
+def test_parameter_accepts_only_supported_values(
     capsys: pytest.CaptureFixture[str],
     repository: Path,
     tmp_path: Path,
@@ -236,12 +236,12 @@ def test_a_name_can_be_few_things(
     key: str,
     good: str,
     wrong: str,
-    words: str,
+    message: str,
 ) -> None:
     config(capsys, *changed(repository, tmp_path / "good", model, parameter(key, good)))
-    asked = changed(repository, tmp_path / "wrong", model, parameter(key, wrong))
-    assert main(["config", "--compat", "triton", *asked]) == 2
-    assert words in capsys.readouterr().err
+    flags = changed(repository, tmp_path / "wrong", model, parameter(key, wrong))
+    assert main(["config", "--compat", "triton", *flags]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -272,21 +272,23 @@ def test_a_name_can_be_few_things(
 @pytest.mark.row("triton", "participant_ids", "cross_kv_cache_fraction", "cuda_graph_mode", "cuda_graph_cache_size")
 @pytest.mark.row("triton", "multi_block_mode", "enable_context_fmha_fp32_acc", "stats_check_period_ms")
 @pytest.mark.row("triton", "max_num_images", "xgrammar_tokenizer_info_path")
-def test_values_that_change_nothing_are_taken(
+def test_neutral_parameter_values_are_accepted(
     capsys: pytest.CaptureFixture[str], repository: Path, tmp_path: Path, model: str, key: str, values: tuple[str, ...]
 ) -> None:
     plain = config(capsys, "--model-repository", str(repository))
     for i, value in enumerate(values):
-        asked = changed(repository, tmp_path / str(i), model, parameter(key, value))
-        assert config(capsys, *asked) == plain
+        flags = changed(repository, tmp_path / str(i), model, parameter(key, value))
+        assert config(capsys, *flags) == plain
 
 
-def test_devices_are_those_of_gpus(capsys: pytest.CaptureFixture[str], repository: Path, tmp_path: Path) -> None:
-    """As the guide of TensorRT-LLM's orchestrator has them: several models, each on other GPUs."""
+def test_gpu_device_ids_set_device_and_data_parallel_size(
+    capsys: pytest.CaptureFixture[str], repository: Path, tmp_path: Path
+) -> None:
+    """TensorRT-LLM's guide to the orchestrator mode runs several models, each on separate GPUs."""
     gpus = has_gpus()
     for devices, expected, count in (("0", "auto", 1), ("2", "cuda:2", 1), ("2;3", "cuda:2", 2)):
-        asked = changed(repository, tmp_path / devices, "tensorrt_llm", parameter("gpu_device_ids", devices))
-        found = config(capsys, *asked)
+        flags = changed(repository, tmp_path / devices, "tensorrt_llm", parameter("gpu_device_ids", devices))
+        found = config(capsys, *flags)
         assert (found["device"], found["data_parallel_size"]) == (expected if gpus else "auto", count)
 
 
@@ -294,14 +296,15 @@ def test_devices_are_those_of_gpus(capsys: pytest.CaptureFixture[str], repositor
 @pytest.mark.row("triton", "multimodal_model_path", "multimodal_encoders_name")
 @pytest.mark.parametrize("value", ["nothing", "0.7"])
 @pytest.mark.parametrize(
-    ("model", "key"), [(model, key) for model, known in PARAMETERS.items() for key, one in known.items() if not one.why]
+    ("model", "key"),
+    [(model, key) for model, known in PARAMETERS.items() for key, entry in known.items() if not entry.why],
 )
-def test_a_refusal_says_what_is_possible(
+def test_error_of_parameter_is_complete(
     capsys: pytest.CaptureFixture[str], repository: Path, tmp_path: Path, model: str, key: str, value: str
 ) -> None:
-    """No message ends with an empty list."""
-    asked = changed(repository, tmp_path / "models", model, parameter(key, value))
-    if main(["config", "--compat", "triton", *asked]) == 2:
+    """The message names the value, and does not end with an empty list."""
+    flags = changed(repository, tmp_path / "models", model, parameter(key, value))
+    if main(["config", "--compat", "triton", *flags]) == 2:
         (line,) = capsys.readouterr().err.splitlines()
         assert value in line or "max_" in line, line
         assert not re.search(r"(is|of|to|are|or)\s*$", line), line
@@ -310,7 +313,7 @@ def test_a_refusal_says_what_is_possible(
 @pytest.mark.row("triton", "decoupled_mode", "max_queue_delay_microseconds", "bls_instance_count")
 @pytest.mark.row("triton", "preprocessing_instance_count", "postprocessing_instance_count")
 @pytest.mark.parametrize(
-    ("model", "line", "words"),
+    ("model", "line", "message"),
     [
         ("tensorrt_llm", "model_transaction_policy { decoupled: false }", "decoupled has no meaning here"),
         (
@@ -327,35 +330,37 @@ def test_a_refusal_says_what_is_possible(
         ("tensorrt_llm", parameter("executor_worker_path", "/a"), "executor_worker_path has no meaning here"),
     ],
 )
-def test_a_name_without_a_meaning_is_told(
+def test_ignored_parameter_is_reported(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
     repository: Path,
     tmp_path: Path,
     model: str,
     line: str,
-    words: str,
+    message: str,
 ) -> None:
     config(capsys, *changed(repository, tmp_path / "models", model, line))
-    assert re.search(rf"{model}/config.pbtxt: {words}", caplog.text), caplog.text
+    assert re.search(rf"{model}/config.pbtxt: {message}", caplog.text), caplog.text
 
 
 @pytest.mark.row("triton", "triton_backend")
-def test_backends_and_batches_of_other_models_change_nothing(
+def test_other_models_batch_size_and_backend_have_no_effect(
     capsys: pytest.CaptureFixture[str], repository: Path, tmp_path: Path
 ) -> None:
-    usual = config(capsys, "--model-repository", str(repository))
+    expected = config(capsys, "--model-repository", str(repository))
     folder = tmp_path / "models"
     changed(repository, folder, "", "")
     for model, old, new in (("ensemble", ": 256", ": 7"), ("tensorrt_llm", '"tensorrtllm"', '"python"')):
         file = folder / model / "config.pbtxt"
         assert old in file.read_text()
         file.write_text(file.read_text().replace(old, new))
-    assert config(capsys, "--model-repository", str(folder)) == usual
+    assert config(capsys, "--model-repository", str(folder)) == expected
 
 
 @pytest.mark.row("triton", "folders whose models have other names")
-def test_other_models_are_refused(capsys: pytest.CaptureFixture[str], repository: Path, tmp_path: Path) -> None:
+def test_unknown_model_in_repository_is_rejected(
+    capsys: pytest.CaptureFixture[str], repository: Path, tmp_path: Path
+) -> None:
     arguments = changed(repository, tmp_path / "models", "", "")
     (tmp_path / "models" / "resnet").mkdir()
     (tmp_path / "models" / "resnet" / "config.pbtxt").write_text('name: "resnet" backend: "onnxruntime"')

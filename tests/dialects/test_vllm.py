@@ -1,4 +1,4 @@
-"""vLLM as Ascend's document has it: ``/generate``, its rules of sampling, and the commands that start an instance."""
+"""vLLM 0.5 as in Ascend's documentation: ``/generate``, sampling rules, and the flags of start commands."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def served(shims: Path) -> Iterator[Served]:
         yield served
 
 
-def refused(*arguments: str) -> object:
-    """The exit status, also where argparse has it."""
+def exit_status(*arguments: str) -> object:
+    """Return the exit status of a command, also if argparse exits."""
     try:
         return main(list(arguments))
     except SystemExit as ended:
@@ -50,15 +50,15 @@ def refused(*arguments: str) -> object:
 
 
 def curl(url: str, body: dict[str, Any]) -> bytes:
-    """As printed."""
+    """Send a request with curl, as the documentation does."""
     command = ["curl", "-sS", "-X", "POST", url, "-H", "Content-Type: application/json", "-d", json.dumps(body)]
     return subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
 
 
 @pytest.mark.row("vllm", "POST /generate", "prompt", "USE_OPENAI=0")
-def test_a_prompt_comes_back_with_its_output(served: Served) -> None:
-    asked = {"prompt": PROMPT, "max_tokens": 20, "top_k": -1, "top_p": 1, "temperature": 0, "ignore_eos": False}
-    answer = json.loads(curl(f"{served.root}/generate", asked | {"stream": False}))
+def test_generate_returns_prompt_and_output(served: Served) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 20, "top_k": -1, "top_p": 1, "temperature": 0, "ignore_eos": False}
+    answer = json.loads(curl(f"{served.root}/generate", body | {"stream": False}))
     assert list(answer) == ["text"]
     (text,) = answer["text"]
     client = openai.OpenAI(base_url=served.url, api_key="none")
@@ -68,22 +68,22 @@ def test_a_prompt_comes_back_with_its_output(served: Served) -> None:
 
 
 @pytest.mark.row("vllm", "stream")
-def test_a_stream_has_all_there_is_so_far_in_each_object(served: Served) -> None:
-    """As vLLM 0.5's own client reads it, with ``requests``."""
-    asked = {"prompt": PROMPT, "max_tokens": 300, "temperature": 0, "n": 1, "stream": True}
-    asked |= {"ignore_eos": True, "skip_special_tokens": False}
-    answer = requests.post(f"{served.root}/generate", json=asked, stream=True, timeout=60)
-    found = answer.iter_lines(chunk_size=8192, decode_unicode=False, delimiter=b"\0")
-    texts = [json.loads(chunk.decode("utf-8"))["text"][0] for chunk in found if chunk]
-    assert len(texts) > 1  # a busy server joins tokens
+def test_each_stream_object_has_whole_text_so_far(served: Served) -> None:
+    """The stream is read with ``requests``, as by vLLM 0.5's client."""
+    body = {"prompt": PROMPT, "max_tokens": 300, "temperature": 0, "n": 1, "stream": True}
+    body |= {"ignore_eos": True, "skip_special_tokens": False}
+    answer = requests.post(f"{served.root}/generate", json=body, stream=True, timeout=60)
+    chunks = answer.iter_lines(chunk_size=8192, decode_unicode=False, delimiter=b"\0")
+    texts = [json.loads(chunk.decode("utf-8"))["text"][0] for chunk in chunks if chunk]
+    assert len(texts) > 1  # a busy server puts several tokens in an object
     for before, after in itertools.pairwise(texts):
         assert after.startswith(before) and after != before
-    whole = json.loads(curl(f"{served.root}/generate", asked | {"stream": False}))
+    whole = json.loads(curl(f"{served.root}/generate", body | {"stream": False}))
     assert texts[-1] == whole["text"][0]
 
 
 @pytest.mark.row("vllm", "n", "use_beam_search", "best_of", "length_penalty")
-def test_several_sequences_and_beams(served: Served) -> None:
+def test_n_sequences_and_beams_are_returned(served: Served) -> None:
     sampled = {"prompt": PROMPT, "n": 3, "temperature": 1.0, "top_k": 50, "seed": 1}
     assert len(json.loads(curl(f"{served.root}/generate", sampled))["text"]) == 3
     beams = {"prompt": PROMPT, "n": 2, "use_beam_search": True, "best_of": 2, "length_penalty": 1.5, "top_k": -1}
@@ -108,37 +108,37 @@ WRONG = [
 
 @pytest.mark.row("vllm", "presence_penalty", "frequency_penalty", "top_p", "max_tokens", "temperature", "top_k")
 @pytest.mark.parametrize(("wrong", "field"), WRONG)
-def test_what_the_table_forbids_is_refused_by_name(served: Served, wrong: dict[str, Any], field: str) -> None:
+def test_invalid_sampling_field_is_rejected_by_name(served: Served, wrong: dict[str, Any], field: str) -> None:
     for path in ("/generate", "/v1/completions"):
         if (path, field) == ("/v1/completions", "max_tokens"):
-            continue  # which has another word for it
+            continue  # allowed with echo
         answer = httpx.post(served.root + path, json={"prompt": PROMPT, **wrong})
         assert answer.status_code == 400, (path, answer.text)
         assert answer.json()["error"]["param"] == field, path
 
 
 @pytest.mark.row("vllm", "stop", "ignore_eos")
-def test_where_an_output_ends(served: Served) -> None:
-    asked: dict[str, Any] = {"prompt": "One two three four five", "temperature": 0, "max_tokens": 40}
-    whole = json.loads(curl(f"{served.root}/generate", asked | {"ignore_eos": True}))["text"][0]
-    made = whole.removeprefix(asked["prompt"])
-    word = made.strip()[-1]
+def test_stop_and_ignore_eos_set_end_of_output(served: Served) -> None:
+    body: dict[str, Any] = {"prompt": "One two three four five", "temperature": 0, "max_tokens": 40}
+    whole = json.loads(curl(f"{served.root}/generate", body | {"ignore_eos": True}))["text"][0]
+    output = whole.removeprefix(body["prompt"])
+    word = output.strip()[-1]
     for stop in (word, ["nothing of this", word]):
-        for path, prefix in (("/generate", asked["prompt"]), ("/v1/completions", "")):
-            answer = json.loads(curl(f"{served.root}{path}", asked | {"stop": stop, "ignore_eos": True}))
+        for path, prefix in (("/generate", body["prompt"]), ("/v1/completions", "")):
+            answer = json.loads(curl(f"{served.root}{path}", body | {"stop": stop, "ignore_eos": True}))
             text = answer["text"][0] if prefix else answer["choices"][0]["text"]
-            assert text == prefix + made[: made.index(word)]
+            assert text == prefix + output[: output.index(word)]
     chat = {"messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "max_tokens": 30}
-    ends = json.loads(curl(f"{served.url}/chat/completions", chat))
-    goes_on = json.loads(curl(f"{served.url}/chat/completions", chat | {"ignore_eos": True}))
-    reasons = [answer["choices"][0]["finish_reason"] for answer in (ends, goes_on)]
-    assert reasons == ["stop", "length"] and goes_on["usage"]["completion_tokens"] == 30
+    ended = json.loads(curl(f"{served.url}/chat/completions", chat))
+    endless = json.loads(curl(f"{served.url}/chat/completions", chat | {"ignore_eos": True}))
+    reasons = [answer["choices"][0]["finish_reason"] for answer in (ended, endless)]
+    assert reasons == ["stop", "length"] and endless["usage"]["completion_tokens"] == 30
 
 
-def test_the_documents_request_and_its_schema(served: Served) -> None:
-    asked = {"model": "qwen", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 100, "top_k": -1}
-    asked |= {"top_p": 1, "temperature": 0, "ignore_eos": False, "stream": False}
-    answer = json.loads(curl(f"{served.url}/chat/completions", asked))
+def test_documented_chat_and_guided_json_work(served: Served) -> None:
+    body = {"model": "qwen", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 100, "top_k": -1}
+    body |= {"top_p": 1, "temperature": 0, "ignore_eos": False, "stream": False}
+    answer = json.loads(curl(f"{served.url}/chat/completions", body))
     assert answer["choices"][0]["message"]["content"]
     schema: dict[str, Any] = {
         "type": "object",
@@ -153,46 +153,46 @@ def test_the_documents_request_and_its_schema(served: Served) -> None:
     assert wrong.status_code == 404 and wrong.json()["error"]["param"] == "model"
 
 
-def test_what_is_ignored_is_said(served: Served) -> None:
+def test_ignored_flag_is_logged(served: Served) -> None:
     assert any("--trust_remote_code has no meaning here and is ignored" in line for line in served.lines)
 
 
-def test_a_client_that_goes_cancels_its_request(served: Served) -> None:
+def test_disconnect_cancels_request(served: Served) -> None:
     before = len(served.lines)
-    asked = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{served.root}/generate", json=asked) as stream:
-        pieces = stream.iter_raw()
-        next(pieces)
+    body = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{served.root}/generate", json=body) as stream:
+        chunks = stream.iter_raw()
+        next(chunks)
     served.find("POST /generate.*error=cancelled", after=before)
 
 
-def test_a_stream_that_fails_ends_in_an_object_that_says_so(served: Served) -> None:
-    asked = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{served.root}/generate", json=asked, timeout=60) as stream:
-        pieces = stream.iter_raw()
-        first = next(pieces)
+def test_stream_of_dead_engine_ends_with_error_object(served: Served) -> None:
+    body = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{served.root}/generate", json=body, timeout=60) as stream:
+        chunks = stream.iter_raw()
+        first = next(chunks)
         os.kill(served.pids["engine"][0], signal.SIGKILL)
-        *_, failed, end = b"".join([first, *pieces]).split(b"\0")
+        *_, failed, end = b"".join([first, *chunks]).split(b"\0")
     assert not end and json.loads(failed)["error"]["code"] == 503
 
 
 @pytest.mark.row("vllm", "python -m vllm.entrypoints.openai.api_server", "python -m vllm.entrypoints.api_server")
-def test_its_modules_start_a_server_where_shims_are_asked_for(shims: Path) -> None:
+def test_vllm_modules_of_shims_start_server(shims: Path) -> None:
     environment = {"PYTHONPATH": str(shims / "modules")}
     flags = f"{FLAGS} --num-gpu-blocks-override 50 --dtype bfloat16 --enforce-eager --disable-log-requests"
     command = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
     with Served(*flags.split(), command=command, environment=environment) as served:
         found = httpx.post(f"{served.root}/generate", json={"prompt": PROMPT, "max_tokens": 3, "stream": True})
         assert json.loads(found.content.split(b"\0")[0])["text"][0].startswith(PROMPT)
-    other = [sys.executable, "-m", "vllm.entrypoints.api_server", "--max-log-lens"]
-    said = subprocess.run(other, env=os.environ | environment, capture_output=True, text=True, check=False)
-    assert said.stderr == "penstock serve: unknown argument --max-log-lens; did you mean --max-log-len?\n"
+    wrong_command = [sys.executable, "-m", "vllm.entrypoints.api_server", "--max-log-lens"]
+    failed = subprocess.run(wrong_command, env=os.environ | environment, capture_output=True, text=True, check=False)
+    assert failed.stderr == "penstock serve: unknown argument --max-log-lens; did you mean --max-log-len?\n"
 
 
 @pytest.mark.row("vllm", "--tokenizer-mode", "--response-role")
 @pytest.mark.row("vllm", "--quantization", "other flags", "--load-format", "--kv-cache-dtype")
 @pytest.mark.parametrize(
-    ("environment", "flags", "words"),
+    ("environment", "flags", "message"),
     [
         ({"USE_OPENAI": "2"}, "", "USE_OPENAI: '2' is wrong: it is not one of 0, 1"),
         ({}, "--tensor-parallel-size=0", "--tensor-parallel-size: '0' is wrong"),
@@ -205,21 +205,21 @@ def test_its_modules_start_a_server_where_shims_are_asked_for(shims: Path) -> No
         ({}, "--max-num-seq 3", "unknown argument --max-num-seq; did you mean --max-num-seqs?"),
     ],
 )
-def test_what_is_not_there_yet_is_refused_by_name(
+def test_unsupported_value_is_rejected_by_name(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     environment: dict[str, str],
     flags: str,
-    words: str,
+    message: str,
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert refused("config", "--compat", "ascend-vllm", *flags.split()) == 2
-    said = capsys.readouterr().err
-    assert words in said and len(said.splitlines()) == 1
+    assert exit_status("config", "--compat", "ascend-vllm", *flags.split()) == 2
+    output = capsys.readouterr().err
+    assert message in output and len(output.splitlines()) == 1
 
 
-SAME = {
+VALUES = {
     "--model": "/models/qwen",
     "--host": "127.0.0.1",
     "--port": 8088,
@@ -245,6 +245,7 @@ SAME = {
     "--kv-cache-dtype": "int8",
     "--quantization": "w8a8",
 }
+"""By flag that has the name of an option: a value."""
 
 
 @pytest.mark.row("vllm", "--model", "--host", "--port", "--max-model-len", "--max-num-seqs", "--tokenizer", "--seed")
@@ -252,16 +253,16 @@ SAME = {
 @pytest.mark.row("vllm", "--revision", "--download-dir", "--lora-modules", "--max-loras", "--max-lora-rank")
 @pytest.mark.row("vllm", "--ssl-keyfile", "--ssl-certfile", "--max-num-batched-tokens", "--enable-lora")
 @pytest.mark.row("vllm", "--enable-prefix-caching")
-def test_flags_of_the_same_name_have_the_same_meaning(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each as ``--name value`` and as ``--name=value``; switches alone."""
+def test_flags_of_same_name_set_options(capsys: pytest.CaptureFixture[str]) -> None:
+    """Flags are given as ``--name value`` and as ``--name=value``, switches without a value."""
     for joined in (False, True):
         flags = ["--enable-lora", "--enable-prefix-caching"]
-        for name, value in SAME.items():
-            words = [str(word) for word in (value if isinstance(value, list) else [value])]
-            flags += [f"{name}={words[0]}"] if joined and len(words) == 1 else [name, *words]
+        for name, value in VALUES.items():
+            arguments = [str(argument) for argument in (value if isinstance(value, list) else [value])]
+            flags += [f"{name}={arguments[0]}"] if joined and len(arguments) == 1 else [name, *arguments]
         assert main(["config", "--json", "--compat", "ascend-vllm", *flags]) == 0
         found = json.loads(capsys.readouterr().out)
-        for name, value in (SAME | {"--enable-lora": True, "--enable-prefix-caching": True}).items():
+        for name, value in (VALUES | {"--enable-lora": True, "--enable-prefix-caching": True}).items():
             setting = found[name[2:].replace("-", "_")]
             assert setting["value"] == ("***" if name == "--api-key" else value), name
             assert setting["source"] == name
@@ -287,32 +288,32 @@ IGNORED = {
 @pytest.mark.row("vllm", "--max-context-len-to-capture", "--use-v2-block-manager")
 @pytest.mark.row("vllm", "--worker-use-ray", "--disable-custom-all-reduce", "--max-parallel-loading-workers")
 @pytest.mark.row("vllm", "--disable-log-requests", "--disable-log-stats", "--max-log-len")
-def test_what_has_no_meaning_here_is_said(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [word for name, value in IGNORED.items() for word in (name, value) if word]
+def test_ignored_flags_are_reported(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [argument for name, value in IGNORED.items() for argument in (name, value) if argument]
     assert main(["config", "--compat", "ascend-vllm", *flags]) == 0
     table = capsys.readouterr().out.partition("\nignored\n")[2]
     for name in IGNORED:
-        typed = f"--{name[2:].replace('-', '_')}"
-        assert f"{typed} has no meaning here and is ignored: " in caplog.text and f"  {typed} " in table
+        reported = f"--{name[2:].replace('-', '_')}"
+        assert f"{reported} has no meaning here and is ignored: " in caplog.text and f"  {reported} " in table
 
 
 @pytest.mark.row("vllm", "--distributed-executor-backend")
-def test_executors(capsys: pytest.CaptureFixture[str]) -> None:
-    for name, ours in {"ray": "ray", "external_launcher": "auto", "uni": "uni", "mp": "mp"}.items():
+def test_distributed_executor_backend_is_translated(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, backend in {"ray": "ray", "external_launcher": "auto", "uni": "uni", "mp": "mp"}.items():
         assert main(["config", "--json", "--compat", "ascend-vllm", "--distributed-executor-backend", name]) == 0
-        assert json.loads(capsys.readouterr().out)["distributed_executor_backend"]["value"] == ours
+        assert json.loads(capsys.readouterr().out)["distributed_executor_backend"]["value"] == backend
 
 
 @pytest.mark.row("vllm", "--speculative-model", "--num-speculative-tokens", "--ngram-prompt-lookup-max", "--dtype")
 @pytest.mark.row("vllm", "--ngram-prompt-lookup-min", "--guided-decoding-backend", "--uvicorn-log-level")
 @pytest.mark.row("vllm", "--allowed-origins '[\"…\"]'")
-def test_flags_mean_what_they_mean_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_vllm_flags_are_translated(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--speculative-model [ngram] --num-speculative-tokens 3 --ngram-prompt-lookup-max 4"
     flags += " --ngram-prompt-lookup-min 3 --dtype float"
     flags += " --swap-space 2 --guided-decoding-backend outlines --uvicorn-log-level warning --enable-prefix-caching"
     assert main(["config", "--json", "--compat", "ascend-vllm", *flags.split(), "--allowed-origins", '["a"]']) == 0
     found = {name: setting["value"] for name, setting in json.loads(capsys.readouterr().out).items()}
-    guesses = {"num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 3, "method": "ngram"}
-    assert json.loads(found["speculative_config"]) == guesses
+    speculation = {"num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 3, "method": "ngram"}
+    assert json.loads(found["speculative_config"]) == speculation
     expected = {"dtype": "float32", "swap_space": 2.0, "guided_decoding_backend": "outlines", "log_level": "warning"}
     assert found == found | expected | {"enable_prefix_caching": True, "allowed_origins": ["a"]}

@@ -1,6 +1,6 @@
-"""vLLM's own example clients, as its source distribution has them, against a server with the model in the box.
+"""vLLM's example clients from its source distribution, run unmodified against a server with the built-in model.
 
-They are fetched when the test runs, and want the server at their own address, port 8000.
+The examples are downloaded by the test; they connect to port 8000.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ EXAMPLES = (
     "api_client.py --n 1 --stream",
     "pooling/openai_embedding_client.py",
 )
-"""Those that need nothing which a small model of text lacks: others want it to call the right tools, or pictures."""
+"""Examples that work with a small text model: others need images or correct tool calls."""
 
 
 @pytest.fixture(scope="module")
 def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vllm")
-    # Its metadata cannot be made here, so that pip fails once it has unpacked the files, and is told to leave them.
+    # pip cannot build the metadata: it fails after unpacking the files, which --no-clean keeps.
     options = ["--no-deps", "--no-binary", "vllm", "--no-build-isolation", "--no-clean", "--dest", str(folder)]
     command = [sys.executable, "-m", "pip", "download", *options, f"vllm=={VERSION}"]
-    said = subprocess.run(command, env=os.environ | {"TMPDIR": str(folder)}, capture_output=True, text=True)
+    ran = subprocess.run(command, env=os.environ | {"TMPDIR": str(folder)}, capture_output=True, text=True)
     found = [path for path in folder.rglob("examples/online_serving") if path.is_dir()]
     if not found:
-        pytest.skip(f"no source distribution of vllm {VERSION} is to be had: {said.stderr[-300:]}")
+        pytest.skip(f"no source distribution of vllm {VERSION} is available: {ran.stderr[-300:]}")
     return found[0]
 
 
@@ -60,14 +60,14 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served() -> Iterator[Served]:
     with socket.socket() as probe:
         if not probe.connect_ex(("127.0.0.1", 8000)):
-            pytest.skip("port 8000, where the examples look for a server, is taken")
+            pytest.skip("port 8000, to which the examples connect, is in use")
     with Served(*FLAGS) as server:
         yield server
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_an_example_runs_as_it_is(served: Served, examples: Path, example: str) -> None:
+def test_vllm_example_runs_unmodified(served: Served, examples: Path, example: str) -> None:
     file, *arguments = example.split()
-    said = subprocess.run([sys.executable, file, *arguments], cwd=examples, capture_output=True, text=True, timeout=120)
-    assert said.returncode == 0, said.stdout + said.stderr
-    assert not any(word in said.stdout for word in ("Error code", "'error'", '"error"')), said.stdout
+    ran = subprocess.run([sys.executable, file, *arguments], cwd=examples, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert not any(word in ran.stdout for word in ("Error code", "'error'", '"error"')), ran.stdout

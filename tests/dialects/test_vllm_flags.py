@@ -1,4 +1,4 @@
-"""The command line of ``vllm serve``, with ``--compat vllm`` and without any profile."""
+"""Flags of ``vllm serve``, with ``--compat vllm`` and without a profile."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ def configured(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any
         ),
     ],
 )
-def test_a_flag_that_acts_has_its_meaning(
+def test_flag_sets_option(
     capsys: pytest.CaptureFixture[str], profile: list[str], flags: str, expected: dict[str, Any]
 ) -> None:
     found = configured(capsys, *profile, *flags.split())
     assert found == found | expected
 
 
-def test_only_the_profile_listens_at_every_address(capsys: pytest.CaptureFixture[str]) -> None:
+def test_vllm_profile_listens_at_all_addresses(capsys: pytest.CaptureFixture[str]) -> None:
     assert configured(capsys, "--enforce-eager")["host"] == "127.0.0.1"
     assert configured(capsys, "--compat", "vllm")["host"] == "0.0.0.0"
 
@@ -112,20 +112,22 @@ DEFAULTS = """
 
 @pytest.mark.row("vllm", "--enforce-eager", "--cudagraph-capture-sizes", "--max-cudagraph-capture-size")
 @pytest.mark.row("vllm", "--compilation-config", "-O")
-def test_cuda_graphs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cuda_graph_flags_set_options(capsys: pytest.CaptureFixture[str]) -> None:
     eager, sizes = "enforce_eager", "cudagraph_capture_sizes"
     assert configured(capsys, "--enforce-eager")[eager] is True
     assert configured(capsys, "--cudagraph-capture-sizes", "1", "2")[sizes] == [1, 2]
     assert configured(capsys, "--max-cudagraph-capture-size", "20")[sizes] == [1, 2, 4, 8, 16, 20]
-    given = configured(capsys, "--compilation-config", '{"cudagraph_capture_sizes": [3], "cudagraph_mode": "NONE"}')
-    assert given[eager] is True and given[sizes] == [3]
+    compilation = configured(
+        capsys, "--compilation-config", '{"cudagraph_capture_sizes": [3], "cudagraph_mode": "NONE"}'
+    )
+    assert compilation[eager] is True and compilation[sizes] == [3]
     for flags in (["-O3"], ["-O", '{"level": 3}'], ["-O", '{"cudagraph_mode": "FULL"}']):
         assert configured(capsys, *flags)[eager] is False
 
 
 @pytest.mark.row("vllm", "--limit-mm-per-prompt", "--mm-processor-kwargs", "--media-io-kwargs")
 @pytest.mark.row("vllm", "--allowed-local-media-path", "--allowed-media-domains")
-def test_images(capsys: pytest.CaptureFixture[str]) -> None:
+def test_multimodal_flags_set_options(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--limit-mm-per-prompt", '{"image": 2}', "--mm-processor-kwargs", '{"max_pixels": 9408}']
     flags += ["--media-io-kwargs", '{"video": {"num_frames": 8}}']
     flags += ["--allowed-local-media-path", "/pictures", "--allowed-media-domains", "a.example", "b.example"]
@@ -137,15 +139,15 @@ def test_images(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.row("vllm", "--enable-expert-parallel", "-ep")
-def test_expert_parallelism(capsys: pytest.CaptureFixture[str]) -> None:
+def test_expert_parallel_flag_sets_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert configured(capsys, "--enable-expert-parallel")["enable_expert_parallel"] is True
     assert configured(capsys, "--compat", "vllm", "-ep")["enable_expert_parallel"] is True
 
 
 @pytest.mark.row("vllm", "--eplb-config", "--enable-eplb", "--expert-placement-strategy", "--all2all-backend")
-def test_load_of_experts(capsys: pytest.CaptureFixture[str]) -> None:
-    given = '{"num_redundant_experts": 3, "log_balancedness": true}'
-    found = configured(capsys, "--eplb-config", given, "--all2all-backend", "naive")
+def test_expert_load_flags_set_options(capsys: pytest.CaptureFixture[str]) -> None:
+    config = '{"num_redundant_experts": 3, "log_balancedness": true}'
+    found = configured(capsys, "--eplb-config", config, "--all2all-backend", "naive")
     assert found["num_redundant_experts"] == 3 and found["expert_load"] is True
     assert configured(capsys, "--expert-placement-strategy", "linear")["expert_placement"] == ""
     for flags in (["--enable-eplb"], ["--eplb-config", '{"step_interval": 3000}']):
@@ -164,15 +166,15 @@ def test_load_of_experts(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.row("vllm", "--mm-processor-cache-gb")
 @pytest.mark.row("vllm", "--language-model-only")
 @PROFILES
-def test_what_changes_nothing_is_taken_and_said(
+def test_flags_without_effect_are_accepted_and_reported(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], profile: list[str]
 ) -> None:
-    usual = configured(capsys, *profile)
-    assert configured(capsys, *profile, *SWITCHES, *NEUTRAL, *DEFAULTS) == usual
-    said = {line.partition(" has no meaning here")[0] for line in caplog.messages}
+    expected_options = configured(capsys, *profile)
+    assert configured(capsys, *profile, *SWITCHES, *NEUTRAL, *DEFAULTS) == expected_options
+    reported = {line.partition(" has no meaning here")[0] for line in caplog.messages}
     names = {flag.partition("=")[0].replace("--no-", "--") for flag in (*SWITCHES, *NEUTRAL)}
     expected = {f"--{name.removeprefix('--').replace('-', '_')}" for name in names - {"-O3"}}
-    assert said == expected
+    assert reported == expected
 
 
 @pytest.mark.row("vllm", "--chat-template-content-format")
@@ -184,7 +186,7 @@ def test_what_changes_nothing_is_taken_and_said(
 @pytest.mark.row("vllm", "--logits-processors", "--middleware")
 @PROFILES
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         ("-tp 0", "--tensor-parallel-size: '0' is wrong: it must be at least 1"),
         ("--tensor-parallel-size=99", "--tensor-parallel-size: '99' is wrong: it must be at most 32"),
@@ -222,31 +224,31 @@ def test_what_changes_nothing_is_taken_and_said(
         ("--enforce-eagre", "unknown argument --enforce-eagre; did you mean --enforce-eager?"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_by_name(
-    capsys: pytest.CaptureFixture[str], profile: list[str], flags: str, words: str
+def test_unsupported_value_is_rejected_by_name(
+    capsys: pytest.CaptureFixture[str], profile: list[str], flags: str, message: str
 ) -> None:
     try:
         status: object = main(["config", *profile, *flags.split()])
     except SystemExit as ended:
         status = ended.code
     (line,) = capsys.readouterr().err.splitlines()
-    assert status == 2 and words in line
+    assert status == 2 and message in line
 
 
-def test_help_has_our_flags_in_their_places(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_vllm_flags_separately(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
-    ours, _, theirs = capsys.readouterr().out.partition("options of vLLM")
-    assert "--dtype {auto,bfloat16,float16,float32}" in ours and "Data type of the computation" in ours
-    assert "--dtype" not in theirs and "--trust-remote-code" in theirs
+    own, _, of_vllm = capsys.readouterr().out.partition("options of vLLM")
+    assert "--dtype {auto,bfloat16,float16,float32}" in own and "Data type of the computation" in own
+    assert "--dtype" not in of_vllm and "--trust-remote-code" in of_vllm
 
 
-# --- As it serves -----------------------------------------------------------------------------------------------------
+# --- Server -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """``vllm serve MODEL …``"""
+    """Server started with ``vllm serve MODEL …``."""
     folder = tmp_path_factory.mktemp("shims")
     assert main(["shims", str(folder), "vllm"]) == 0
     flags = "-tp 1 --trust-remote-code --enforce-eager --dtype auto --enable-auto-tool-choice --tool-call-parser hermes"
@@ -262,43 +264,43 @@ def ask(served: Served, **fields: Any) -> httpx.Response:
     return httpx.post(f"{served.url}/completions", json=body, timeout=60)
 
 
-def test_a_start_command_of_vllm_runs_as_it_is(served: Served) -> None:
+def test_vllm_serve_command_runs_unmodified(served: Served) -> None:
     assert served.name == "qwen"
     assert any("--trust_remote_code has no meaning here and is ignored: " in line for line in served.lines)
     (model,) = httpx.get(f"{served.url}/models").json()["data"]
     assert (model["id"], model["max_model_len"]) == ("qwen", 1000)
 
 
-def test_what_overrides_the_generation_config_acts(served: Served) -> None:
+def test_override_generation_config_sets_defaults_and_limit(served: Served) -> None:
     first, again, greedy = (ask(served, **fields).json() for fields in ({}, {}, {"temperature": 0}))
     assert first["choices"][0]["text"] == again["choices"][0]["text"] == greedy["choices"][0]["text"]
     beyond = ask(served, max_tokens=21)
     assert beyond.status_code == 400 and "more than max_output_len (20)" in beyond.json()["error"]["message"]
     sampled = {ask(served, temperature=1, seed=seed).json()["choices"][0]["text"] for seed in range(4)}
-    assert sampled != {first["choices"][0]["text"]}, "a request's own value comes first"
+    assert sampled != {first["choices"][0]["text"]}, "values of the request override it"
 
 
 @pytest.mark.row("vllm", "--root-path")
-def test_paths_have_a_prefix_that_a_proxy_may_leave_there_or_not(served: Served) -> None:
+def test_root_path_prefix_is_optional_in_requests(served: Served) -> None:
     body = {"prompt": "Once upon a time", "max_tokens": 4}
     for prefix in ("/behind/a", ""):
         assert httpx.post(f"{served.root}{prefix}/v1/completions", json=body).status_code == 200
         assert httpx.get(f"{served.root}{prefix}/health").status_code == 200
         assert httpx.get(f"{served.root}{prefix}/v1/models").json()["data"][0]["id"] == "qwen"
         assert "unknown model" in httpx.get(f"{served.root}{prefix}/v2/models/none").json()["error"]
-    for wrong in ("/behind/ab/health", "/behind/health", "/behind/a/behind/a/health"):
-        assert httpx.get(f"{served.root}{wrong}").status_code == 404
+    for path in ("/behind/ab/health", "/behind/health", "/behind/a/behind/a/health"):
+        assert httpx.get(f"{served.root}{path}").status_code == 404
     assert '<base href="/behind/a/">' in httpx.get(f"{served.root}/behind/a").text  # the web page
     assert httpx.get(f"{served.root}/behind/a/openapi.json").json()["servers"] == [{"url": "/behind/a"}]
 
 
-def test_a_prefix_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for wrong in ("behind", "/"):
-        assert main(["config", "--root-path", wrong]) == 2
+def test_invalid_root_path_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    for prefix in ("behind", "/"):
+        assert main(["config", "--root-path", prefix]) == 2
         assert "root_path" in capsys.readouterr().err
 
 
-def test_a_completion_without_max_tokens_keeps_to_the_limit() -> None:
+def test_completion_without_max_tokens_keeps_max_output_len() -> None:
     with Served("--num-gpu-blocks-override", "50", "--max-output-len", "4") as served:
         for path, headers, body in (
             ("/v1/completions", {}, {"prompt": "Once upon a time", "temperature": 0}),
@@ -311,7 +313,7 @@ def test_a_completion_without_max_tokens_keeps_to_the_limit() -> None:
                 assert answer.json()["usage"]["completion_tokens"] == 4
 
 
-def test_more_logprobs_than_the_limit_are_refused(served: Served) -> None:
+def test_logprobs_above_max_logprobs_are_rejected(served: Served) -> None:
     assert len(ask(served, logprobs=3).json()["choices"][0]["logprobs"]["top_logprobs"][0]) >= 3
     refused = ask(served, logprobs=4)
     assert (

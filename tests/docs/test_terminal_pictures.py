@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 from serving import Served, Servers
-from terminal import Terminal, picture
+from terminal import Terminal, render_svg
 
 PENSTOCK = (sys.executable, "-m", "penstock.cli.main")
 QUESTIONS = ["Tell me a story about a fox.", "What is the capital of Canada?", "Write a poem about rain."]
@@ -22,7 +22,7 @@ QUESTIONS = ["Tell me a story about a fox.", "What is the capital of Canada?", "
 
 def keep(terminal: Terminal, name: str, folder: Path) -> str:
     """The picture, which is among the documents where it is to be made anew."""
-    drawn = picture(terminal.screen)
+    drawn = render_svg(terminal.screen)
     (Path(os.environ.get("PENSTOCK_TERMINAL_PICTURES") or folder) / name).write_text(drawn, encoding="utf-8")
     return drawn
 
@@ -63,7 +63,7 @@ def test_top(servers: Servers, tmp_path: Path) -> None:
     )
     try:
         with busy(server):
-            shown = terminal.see(
+            shown = terminal.wait_for(
                 lambda screen: all(words in screen for words in ("running 3", "last steps", "between tokens"))
             )
     finally:
@@ -77,10 +77,10 @@ def test_chat(servers: Servers, tmp_path: Path) -> None:
     arguments = ("chat", "--url", server.url, "--temperature", "0")
     terminal = Terminal(*PENSTOCK, *arguments, columns=100, lines=20, folder=tmp_path)
     try:
-        terminal.see(lambda screen: screen.rstrip().endswith(">"))
+        terminal.wait_for(lambda screen: screen.rstrip().endswith(">"))
         for count, question in enumerate(["What is the capital of Canada?", "What is the capital of France?"], 1):
             terminal.type(question + "\n")
-            shown = terminal.see(
+            shown = terminal.wait_for(
                 lambda s, count=count: s.count("tokens/s") + s.count("tok/s") >= count and s.rstrip().endswith(">")
             )
     finally:

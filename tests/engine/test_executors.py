@@ -22,7 +22,7 @@ import msgspec
 import pytest
 from checkpoints import SMALL, save
 from repository import SUPPORT
-from serving import Served, workers_of
+from serving import Served, worker_pids
 from transformers import Qwen3Config
 
 from penstock.config.options import EngineOptions
@@ -68,7 +68,7 @@ def request(name: str, **params: Any) -> EngineRequest:
 
 def worker_of(parent: int) -> int:
     """Process id of the only worker of a process."""
-    return workers_of(parent)["penstock-rank0"]
+    return worker_pids(parent)["penstock-rank0"]
 
 
 def run(engine: Engine) -> list[TokenDelta]:
@@ -226,7 +226,7 @@ def test_failed_start_leaves_no_worker(checkpoint: Path) -> None:
     with pytest.raises(PenstockError, match="kv_cache_sequences"):
         start(checkpoint, num_gpu_blocks_override=0, kv_cache_sequences=1e9)
     gc.collect()
-    assert not workers_of(os.getpid())
+    assert not worker_pids(os.getpid())
 
 
 def test_workers_outlive_fork_server(checkpoint: Path) -> None:
@@ -256,7 +256,7 @@ def test_interrupted_start_leaves_no_worker(checkpoint: Path) -> None:
         from penstock.config.options import EngineOptions
         from penstock.engine.engine import Engine
         sys.path.insert(0, sys.argv[2])
-        from serving import descendants, workers_of
+        from serving import descendants, worker_pids
         options = msgspec.json.decode(sys.argv[1], type=EngineOptions)
         def interrupt():
             while not descendants(os.getpid()):
@@ -266,9 +266,9 @@ def test_interrupted_start_leaves_no_worker(checkpoint: Path) -> None:
         try:
             Engine(options)
         except KeyboardInterrupt:
-            print(len(workers_of(os.getpid())))
+            print(len(worker_pids(os.getpid())))
         engine = Engine(options)
-        print(len(workers_of(os.getpid())))
+        print(len(worker_pids(os.getpid())))
         """)
     arguments = [msgspec.json.encode(options(checkpoint)), str(SUPPORT)]
     ran = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)

@@ -27,7 +27,7 @@ import pytest
 import torch
 from checkpoints import SMALL, save
 from namespaces import Namespaces
-from serving import Served, workers_of
+from serving import Served, worker_pids
 from test_downloads import Command
 from test_executors import lose_worker, request, run
 from test_hub import NEW, Hub
@@ -59,7 +59,7 @@ TIMEOUT = 4.0
 
 @pytest.fixture(scope="module")
 def machines() -> Iterator[Namespaces]:
-    if reason := namespaces.reason_for_none():
+    if reason := namespaces.unavailable_reason():
         pytest.skip(reason)
     with Namespaces(3) as made:
         yield made
@@ -272,7 +272,7 @@ def test_a_node_that_is_lost_is_named_and_comes_back(machines: Namespaces, check
                 if served.running:
                     os.kill(served.pid, signal.SIGCONT)
                 deadline = time.monotonic() + 30
-                while (left := workers_of(served.pid)) and time.monotonic() < deadline:
+                while (left := worker_pids(served.pid)) and time.monotonic() < deadline:
                     time.sleep(0.01)
                 assert not left, "no rank is left on the other node"
                 assert not any(Path(f"/proc/{pid}").exists() for pid in pids[:1])
@@ -422,7 +422,7 @@ def test_a_node_that_comes_twice_waits_until_the_first_is_gone(machines: Namespa
         waiting.join()
         with closing(engines[0]) as engine:
             assert tokens(engine, 1)
-            assert engine._executor.pids[1] in workers_of(served[1].pid).values()  # type: ignore[attr-defined]
+            assert engine._executor.pids[1] in worker_pids(served[1].pid).values()  # type: ignore[attr-defined]
     finally:
         for each in served:
             each.kill()
@@ -692,8 +692,8 @@ def test_torchrun_starts_several_nodes(machines: Namespaces, checkpoint: Path) -
             served.append(Served(*flags, command=[*command, "-m", "penstock.cli.main", "serve"]))
     try:
         served[0].start()
-        assert sorted(workers_of(served[0].pid)) == ["penstock-rank0"]
-        assert sorted(workers_of(served[1].pid)) == ["penstock-rank1"]
+        assert sorted(worker_pids(served[0].pid)) == ["penstock-rank0"]
+        assert sorted(worker_pids(served[1].pid)) == ["penstock-rank1"]
         with machines.inside(0):
             body = {"model": str(checkpoint), "prompt": "abc", "max_tokens": 3}
             assert httpx.post(f"{served[0].url}/completions", json=body).status_code == 200

@@ -70,7 +70,7 @@ class Hosts:
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    if reason := namespaces.reason_for_none():
+    if reason := namespaces.unavailable_reason():
         pytest.skip(reason)
     with Namespaces(3) as machines, ExitStack() as stack:
         hosts = Hosts(machines, tmp_path_factory.mktemp("hosts"))

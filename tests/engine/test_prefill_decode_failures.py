@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pd_storm
 import pytest
-from pd_storm import KV_TIMEOUT, Deployment, Instance, Outcome, Right, Row, acting
+from pd_storm import KV_TIMEOUT, Deployment, FaultResult, Instance, Outcome, Right, in_thread
 
 pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
 
@@ -25,12 +25,12 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 @pytest.fixture(scope="module")
 def right(deployment: Deployment) -> Right:
     """By the prefill instance, which computes alone what it is asked itself."""
-    (single,) = deployment.of("prefill")
+    (single,) = deployment.with_role("prefill")
     return asyncio.run(pd_storm.right_answers(single.served.root, pd_storm.questions(20)))
 
 
-def struck(deployment: Deployment, right: Right, victim: Instance | None, *rest: pd_storm.Act | float) -> Row:
-    return asyncio.run(pd_storm.struck(deployment, right, victim, *rest, clients=6, pause=0.4))  # type: ignore[arg-type]
+def struck(deployment: Deployment, right: Right, victim: Instance | None, *rest: pd_storm.Act | float) -> FaultResult:
+    return asyncio.run(pd_storm.run_with_fault(deployment, right, victim, *rest, clients=6, pause=0.4))  # type: ignore[arg-type]
 
 
 async def nothing() -> None:
@@ -39,36 +39,36 @@ async def nothing() -> None:
 
 def test_a_decode_instance_runs_out_of_blocks(deployment: Deployment, right: Right) -> None:
     row = struck(deployment, right, None, nothing)
-    row.without(Outcome.ERROR, Outcome.BROKEN)
+    row.assert_none(Outcome.ERROR, Outcome.BROKEN)
     assert row.transfers
 
 
 def test_kill_of_a_prefill_engine(deployment: Deployment, right: Right) -> None:
-    (victim,) = deployment.of("prefill")
-    row = struck(deployment, right, victim, lambda: acting(victim.kill, victim.engine))
-    row.without(Outcome.ERROR, Outcome.BROKEN)
+    (victim,) = deployment.with_role("prefill")
+    row = struck(deployment, right, victim, lambda: in_thread(victim.kill, victim.engine))
+    row.assert_none(Outcome.ERROR, Outcome.BROKEN)
 
 
 @pytest.mark.thorough
 def test_kill_of_a_decode_engine(deployment: Deployment, right: Right) -> None:
     """What it had begun is told an error."""
-    victim = deployment.of("decode")[0]
-    row = struck(deployment, right, victim, lambda: acting(victim.kill, victim.engine))
-    row.without(Outcome.BROKEN)
-    errors = [one.words for one in row.heard if one.outcome is Outcome.ERROR]
+    victim = deployment.with_role("decode")[0]
+    row = struck(deployment, right, victim, lambda: in_thread(victim.kill, victim.engine))
+    row.assert_none(Outcome.BROKEN)
+    errors = [one.message for one in row.replies if one.outcome is Outcome.ERROR]
     assert all("was lost" in words for words in errors), errors
 
 
 @pytest.mark.thorough
 def test_a_prefill_engine_is_stopped_for_longer_than_a_transfer_waits(deployment: Deployment, right: Right) -> None:
-    (victim,) = deployment.of("prefill")
+    (victim,) = deployment.with_role("prefill")
     pid = victim.engine
     row = struck(
         deployment,
         right,
         victim,
-        lambda: acting(pd_storm.stop, pid),
-        lambda: acting(pd_storm.go_on, pid),
+        lambda: in_thread(pd_storm.suspend, pid),
+        lambda: in_thread(pd_storm.resume, pid),
         KV_TIMEOUT + 1,
     )
-    row.without(Outcome.ERROR, Outcome.BROKEN)
+    row.assert_none(Outcome.ERROR, Outcome.BROKEN)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import refused
+from serving import usage_error
 
 from penstock.cli.main import main
 from penstock.cluster.deployment import bind_devices, with_rank_tables
@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_told_in_one_sentence(
     usual = {"GLOBAL_RANK_TABLE_FILE_PATH": "global_ranktable_10.0.0.1.json", "NODE_PORTS": "8088,8089"}
     for name, value in (usual | local("host") | environment).items():
         monkeypatch.setenv(name, value)
-    said = refused("--compat", "ascend-vllm", *flags)
+    said = usage_error("--compat", "ascend-vllm", *flags)
     assert words in said and len(said.splitlines()) == 1
 
 
@@ -141,7 +141,7 @@ def test_a_local_table_that_differs_is_refused(
     file.write_text(json.dumps(table))
     monkeypatch.setenv("GLOBAL_RANK_TABLE_FILE_PATH", "global_ranktable_10.0.0.1.json")
     monkeypatch.setenv("RANK_TABLE_FILE_PATH", str(file))
-    assert words in refused("--compat", "ascend-vllm", *TWO)
+    assert words in usage_error("--compat", "ascend-vllm", *TWO)
 
 
 def test_a_global_table_that_gives_a_device_twice_is_refused(tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,5 +149,5 @@ def test_a_global_table_that_gives_a_device_twice_is_refused(tables: Path, monke
     file.write_text(file.read_text().replace('"device_id": "6"', '"device_id": "5"'))
     monkeypatch.setenv("GLOBAL_RANK_TABLE_FILE_PATH", str(file))
     monkeypatch.setenv("RANK_TABLE_FILE_PATH", "local_ranktable_10.0.0.1_45.json")
-    said = refused("--compat", "ascend-vllm", *TWO)
+    said = usage_error("--compat", "ascend-vllm", *TWO)
     assert "GLOBAL_RANK_TABLE_FILE_PATH: device 5 of 10.0.0.1 is in two instances" in said

@@ -25,7 +25,7 @@ import torch
 from checkpoints import SMALL, save
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from serving import workers_of
+from serving import worker_pids
 from test_executors import lose_worker, request, run
 from test_speculation import with_head
 from tokenizers import Tokenizer
@@ -375,7 +375,7 @@ def test_a_rank_that_cannot_be_started_leaves_no_other(checkpoint: Path) -> None
     before = len(os.listdir("/proc/self/fd"))
     with closing(MultiprocExecutor(options)):
         taken = len(os.listdir("/proc/self/fd")) - before
-        assert len(workers_of(os.getpid())) == 4
+        assert len(worker_pids(os.getpid())) == 4
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     failed = 0
     for part in (0.2, 0.4, 0.6, 0.8):
@@ -387,7 +387,7 @@ def test_a_rank_that_cannot_be_started_leaves_no_other(checkpoint: Path) -> None
             failed += 1
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert not workers_of(os.getpid())
+        assert not worker_pids(os.getpid())
     assert failed >= 3
     with ranks(checkpoint) as (engine, _):
         assert tokens(engine, 2)
@@ -414,7 +414,7 @@ def test_ranks_that_do_not_end_are_killed_together(checkpoint: Path, monkeypatch
         begun = time.monotonic()
         engine.close()
         assert 1.0 <= time.monotonic() - begun < 3.0
-        assert not workers_of(os.getpid())
+        assert not worker_pids(os.getpid())
 
 
 def test_a_fork_of_the_engine_does_not_end_its_ranks(checkpoint: Path) -> None:
@@ -551,7 +551,7 @@ def test_torchrun_starts_one_server() -> None:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as torchrun:
         assert torchrun.stderr is not None
         assert any("ready: " in line for line in torchrun.stderr)
-        workers = workers_of(torchrun.pid)
+        workers = worker_pids(torchrun.pid)
         torchrun.terminate()
         assert sorted(workers) == ["penstock-rank0", "penstock-rank1"]
     refused = subprocess.run([*command, "--pipeline-parallel-size", "3"], capture_output=True, text=True)

@@ -29,38 +29,38 @@ def servers() -> Iterator[Servers]:
 
 @pytest.fixture
 def shared(servers: Servers) -> Served:
-    return servers.get(*storm.ROOM)
+    return servers.get(*storm.SERVER_OPTIONS)
 
 
 @pytest.fixture
 def impatient(servers: Servers) -> Served:
     limits = ("--client-timeout", "2", "--engine-iteration-timeout", "4")
-    return servers.get(*storm.ROOM, *limits, "--max-num-seqs", "32", "--max-waiting", "100")
+    return servers.get(*storm.SERVER_OPTIONS, *limits, "--max-num-seqs", "32", "--max-waiting", "100")
 
 
 @pytest.fixture
 def narrow(servers: Servers) -> Served:
-    return servers.get(*storm.ROOM, "--max-num-seqs", "4", "--max-waiting", "8", "--drain-timeout", "0.2")
+    return servers.get(*storm.SERVER_OPTIONS, "--max-num-seqs", "4", "--max-waiting", "8", "--drain-timeout", "0.2")
 
 
 @pytest.fixture
 def two(servers: Servers) -> Served:
     """Two API processes."""
-    return servers.get(*storm.ROOM, "--api-server-count", "2")
+    return servers.get(*storm.SERVER_OPTIONS, "--api-server-count", "2")
 
 
 def test_clients_who_leave(asked: list[Question], shared: Served) -> None:
-    tally = storm.run(storm.leaving(asked, 120, shared=shared))
+    tally = storm.run(storm.clients_disconnecting(asked, 120, shared=shared))
     assert min(tally.counts[Outcome.LEFT], tally.counts[Outcome.RIGHT]) > 20
 
 
 def test_slow_readers_are_answered_and_silent_ones_dropped(asked: list[Question], impatient: Served) -> None:
-    storm.run(storm.reading(asked, slow=4, silent=1, others=30, shared=impatient))
+    storm.run(storm.slow_and_silent_readers(asked, slow=4, silent=1, others=30, shared=impatient))
 
 
 def test_all_wait_their_turn(asked: list[Question], impatient: Served) -> None:
-    tally = storm.run(storm.connections(asked, 100, shared=impatient))
-    tally.only(Outcome.RIGHT)
+    tally = storm.run(storm.many_connections(asked, 100, shared=impatient))
+    tally.assert_only(Outcome.RIGHT)
 
 
 def test_past_the_queue_requests_are_refused_at_once(asked: list[Question], narrow: Served) -> None:
@@ -70,23 +70,27 @@ def test_past_the_queue_requests_are_refused_at_once(asked: list[Question], narr
 
 
 def test_a_killed_engine_is_told_at_once_and_comes_back(asked: list[Question], impatient: Served) -> None:
-    assert storm.run(storm.engine_killed(asked, 30, times=1, shared=impatient)).at_once, "before its successor is ready"
+    assert storm.run(storm.engine_killed(asked, 30, times=1, shared=impatient)).failed_before_restart, (
+        "before its successor is ready"
+    )
 
 
 def test_greedy_clients_do_not_hold_up_others(asked: list[Question], shared: Served) -> None:
-    tally = storm.run(storm.greedy(asked, 2, n=50, shared=shared))
-    assert max(tally.live, tally.gap) < 20, tally  # nobody waits until all is over; seconds are for the test below
+    tally = storm.run(storm.greedy_clients(asked, 2, n=50, shared=shared))
+    assert max(tally.slowest_live, tally.longest_gap) < 20, (
+        tally
+    )  # nobody waits until all is over; seconds are for the test below
 
 
 @pytest.mark.thorough
 def test_greedy_clients_do_not_hold_up_others_for_a_moment(asked: list[Question]) -> None:
     """Contract: on an idle machine ``/live`` within 100 ms, no gap beyond 500 ms, no event loop held for 50 ms."""
-    tally = storm.run(storm.greedy(asked, 12, held=0.05))
-    assert (tally.live <= 0.1, tally.gap <= 0.5) == (True, True), tally
+    tally = storm.run(storm.greedy_clients(asked, 12, max_block=0.05))
+    assert (tally.slowest_live <= 0.1, tally.longest_gap <= 0.5) == (True, True), tally
 
 
 def test_pipelined_requests_do_not_hold_up_others(asked: list[Question], shared: Served) -> None:
-    storm.run(storm.pipelined(asked, 2000, shared=shared))
+    storm.run(storm.pipelined_requests(asked, 2000, shared=shared))
 
 
 def test_an_engine_that_hangs_is_killed(asked: list[Question], impatient: Served) -> None:
@@ -99,12 +103,12 @@ def test_a_killed_api_process_takes_only_its_own_connections_with_it(asked: list
 
 
 def test_an_api_process_that_stood_still_tells_its_clients(asked: list[Question], shared: Served) -> None:
-    tally = storm.run(storm.api_held_up(asked, 40, shared=shared))
+    tally = storm.run(storm.api_stopped(asked, 40, shared=shared))
     assert tally.counts[Outcome.FAILED] > 0
 
 
 def test_sigterm_lets_requests_come_to_their_end(asked: list[Question], two: Served) -> None:
-    tally = storm.run(storm.drained(asked, 30, shared=two))
+    tally = storm.run(storm.sigterm(asked, 30, shared=two))
     assert tally.counts[Outcome.REFUSED] > 0
 
 
@@ -124,12 +128,12 @@ def test_a_signal_to_the_whole_group_is_one_to_the_server() -> None:
 
 
 def test_what_has_no_time_to_end_is_told(asked: list[Question], narrow: Served) -> None:
-    assert storm.run(storm.cut_short(asked, 4, shared=narrow)).slowest < 20, "the default is half a minute"
+    assert storm.run(storm.sigterm_drain_timeout(asked, 4, shared=narrow)).slowest < 20, "the default is half a minute"
 
 
 def test_an_engine_that_cannot_live_ends_the_server(asked: list[Question], shared: Served) -> None:
-    storm.run(storm.given_up(asked, 10, shared=shared))
+    storm.run(storm.engine_killed_repeatedly(asked, 10, shared=shared))
 
 
 def test_nothing_outlives_the_supervisor(asked: list[Question], impatient: Served) -> None:
-    storm.run(storm.orphaned(asked, 10, shared=impatient))
+    storm.run(storm.supervisor_killed(asked, 10, shared=impatient))

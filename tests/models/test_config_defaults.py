@@ -18,7 +18,7 @@ import image_checkpoints
 import pytest
 import torch
 import vision_checkpoints
-from config_classes import TABLE, architecture_of, class_of, table, written
+from config_classes import TABLE, architecture_of, class_of, format_table, table
 from transformers import PreTrainedConfig, WhisperConfig
 
 from penstock import demo
@@ -163,7 +163,7 @@ def compare(raw: dict[str, Any], folder: Path) -> bool:
 
 def test_the_table_holds_the_defaults_of_transformers() -> None:
     """``python tests/support/config_classes.py`` writes it anew."""
-    assert TABLE.read_text() == written(table())
+    assert TABLE.read_text() == format_table(table())
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -24,10 +24,10 @@ import sentencepiece
 import torch
 from checkpoints import SMALL, save
 from gguf import GGMLQuantizationType, GGUFWriter
-from gguf_files import WRITTEN, add_tokenizer, random_blocks, write_gguf
+from gguf_files import QUANTIZABLE, add_tokenizer, random_blocks, write_gguf
 from hypothesis import given, settings
 from safetensors.torch import save_file
-from serving import Servers, within
+from serving import Servers, run_in_process
 from test_hub import NEW, Client, Hub
 from test_tokenizer_files import LINES, TEXT
 from tokenizers import models
@@ -227,7 +227,7 @@ def test_a_folder_with_one_file_is_that_file(demo_file: Path, tmp_path: Path) ->
 
 
 def test_memory_is_planned_for_a_file(demo_file: Path) -> None:
-    said = within(main, "plan", "memory", "--model", str(demo_file), "--json", "--gpu-memory", "1")
+    said = run_in_process(main, "plan", "memory", "--model", str(demo_file), "--json", "--gpu-memory", "1")
     planned = json.loads(said.stdout)
     assert planned["architecture"] == "Qwen3ForCausalLM", said.stderr
     weights = sum(tensor.size for tensor in GGUFFile(demo_file).tensors.values())
@@ -559,7 +559,7 @@ def test_tokenizers_that_are_not_known_are_named(tmp_path: Path) -> None:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     folder = tmp_path_factory.mktemp("tiny")
     save(LlamaConfig(**SMALL | {"num_hidden_layers": 1}, rope_parameters=LLAMA3), folder)
-    kinds = cycle(WRITTEN)
+    kinds = cycle(QUANTIZABLE)
     write_gguf(folder, folder / "tiny.gguf", lambda name: "Q8_0" if "ffn_down" in name else next(kinds))
     return (folder / "tiny.gguf").read_bytes()
 

@@ -22,7 +22,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from attacks import Victim, peak
+from attacks import Victim, peak_memory
 from serving import Served
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
@@ -162,27 +162,27 @@ def test_the_streams_of_others_do_not_pause(served: Served, attack: Callable[[Se
 def test_requests_whose_answers_are_not_read_are_not_read_either(served: Served) -> None:
     """29 MB of them."""
     (process,) = served.pids["api"]
-    before, asked = peak(process), b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n" * 1000
+    before, asked = peak_memory(process), b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n" * 1000
     with Victim(served, B), socket.create_connection(address_of(served)) as connection:
         connection.settimeout(1)
         with suppress(TimeoutError):
             for _ in range(1000):
                 connection.sendall(asked)
             pytest.fail("all was taken")
-    assert peak(process) < before + 64
+    assert peak_memory(process) < before + 64
 
 
 def test_without_a_key_no_message_is_read(served: Served, stub: Any) -> None:
     """Of the 512 MiB here, the connection's flow control lets a few in."""
     (process,) = served.pids["api"]
-    before = peak(process)
+    before = peak_memory(process)
     large = pb.ModelInferRequest(model_name="ensemble", raw_input_contents=[b"x" * (32 * 2**20)])
     with Victim(served, B), ThreadPoolExecutor(4) as threads:
         for call in [threads.submit(stub.ModelInfer, large) for _ in range(16)]:
             error = call.exception()
             assert isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNAUTHENTICATED
         assert stub.ServerLive(pb.ServerLiveRequest()).live
-    assert peak(process) < before + 128
+    assert peak_memory(process) < before + 128
 
 
 @pytest.mark.thorough
@@ -190,7 +190,7 @@ def test_a_stream_that_is_not_read_does_not_grow(served: Served, stub: Any) -> N
     (process,) = served.pids["api"]
     flags = {"stream": True, "return_log_probs": True}
     requests = [generation(str(number), 1500, **flags) for number in range(64)]
-    before = peak(process)
+    before = peak_memory(process)
     call = stub.ModelStreamInfer(iter(requests), metadata=list(A.items()))
     next(call)
     with Victim(served, B):
@@ -199,7 +199,7 @@ def test_a_stream_that_is_not_read_does_not_grow(served: Served, stub: Any) -> N
     while not re.search(r"penstock:num_requests_running\{.*\} 0\.0", httpx.get(f"{served.root}/metrics").text):
         assert time.monotonic() < deadline
         time.sleep(0.2)
-    assert peak(process) < before + 100
+    assert peak_memory(process) < before + 100
     call.cancel()
 
 

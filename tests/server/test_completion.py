@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import within
+from serving import run_in_process
 from terminal import Terminal
 
 from penstock.cli.advice import advice
@@ -23,7 +23,7 @@ GIB = 2**30
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("completion") / "penstock.bash"
-    path.write_text(within(main, "completion", "bash").stdout)
+    path.write_text(run_in_process(main, "completion", "bash").stdout)
     return path
 
 
@@ -45,7 +45,7 @@ def test_bash(script: Path) -> None:
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_read_theirs(shell: str, tmp_path: Path) -> None:
-    written = within(main, "completion", shell).stdout
+    written = run_in_process(main, "completion", shell).stdout
     assert "kv-cache-dtype" in written and "int8" in written
     if shutil.which(shell) is None:
         pytest.skip(f"no {shell}")

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 import tritonclient.grpc as triton
-from serving import TO_START, Served
+from serving import START_TIMEOUT, Served
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_http_can_be_off_where_grpc_is() -> None:
     """Then health and metrics answer on their own ports, if they have any."""
     off = Served("--port", "-1", "--grpc-port", "0", "--num-gpu-blocks-override", "40", "--health-port", "0")
     try:
-        off.find("ready: penstock-demo without HTTP", limit=TO_START)
+        off.find("ready: penstock-demo without HTTP", limit=START_TIMEOUT)
         health = off.find(r"health and metrics at (\S+)")[1]
         assert httpx.get(f"{health}/v2/health/ready").status_code == 200
         assert httpx.get(f"{health}/v1/models").status_code == 404

@@ -17,7 +17,7 @@ import grpc
 import httpx
 import load_storm
 import pytest
-from attacks import Victim, peak
+from attacks import Victim, peak_memory
 from load_storm import MIB, Body
 from scripted_engine import scripted_server
 from serving import Served
@@ -476,10 +476,10 @@ class Sizes:
 
     def __init__(self, served: Served) -> None:
         self._pids = [*served.pids["api"], *served.pids["engine"]]
-        self._idle = [peak(pid) for pid in self._pids]
+        self._idle = [peak_memory(pid) for pid in self._pids]
 
     def check(self) -> None:
-        growth = [peak(pid) - idle for pid, idle in zip(self._pids, self._idle, strict=True)]
+        growth = [peak_memory(pid) - idle for pid, idle in zip(self._pids, self._idle, strict=True)]
         assert max(growth) <= MAX_GROWTH, growth
 
 
@@ -495,7 +495,7 @@ def test_streams_do_not_pause_for_the_largest_bodies_of_any_endpoint(
     sizes, gaps = Sizes(served), {}
     for path, bodies in storm_of(paths, MIB).items():
         with Victim(served, B) as victim:
-            load_storm.elsewhere(load_storm.send, served.root, A | JSON, bodies, 4, 1)
+            load_storm.in_subprocess(load_storm.send, served.root, A | JSON, bodies, 4, 1)
         gaps[path] = victim.gap
     assert {path: gap for path, gap in gaps.items() if gap > GAP} == {}
     sizes.check()
@@ -507,7 +507,7 @@ def test_streams_do_not_pause_for_many_bodies(served: Served, paths: dict[str, d
     sizes, gaps, draw = Sizes(served), {}, random.Random(42)
     for path, bodies in storm_of(paths, MIB).items():
         with Victim(served, B) as victim:
-            load_storm.elsewhere(load_storm.send, served.root, A | JSON, [draw.choice(bodies)], 100, 100)
+            load_storm.in_subprocess(load_storm.send, served.root, A | JSON, [draw.choice(bodies)], 100, 100)
         gaps[path] = victim.gap
     assert {path: gap for path, gap in gaps.items() if gap > GAP} == {}
     sizes.check()
@@ -522,10 +522,10 @@ def test_streams_do_not_pause_where_bodies_may_have_64_mib(paths: dict[str, dict
                 continue
             chosen = [body for body in bodies if body.name.startswith(("messages", "prompt", "input", "refused"))]
             with Victim(server, B) as victim:
-                load_storm.elsewhere(load_storm.send, server.root, A | JSON, chosen, 4, 1)
+                load_storm.in_subprocess(load_storm.send, server.root, A | JSON, chosen, 4, 1)
             gaps[path] = victim.gap
         with Victim(server, B) as victim:
-            load_storm.elsewhere(load_storm.send, server.root, A | JSON, [chosen[0]], 30, 30)
+            load_storm.in_subprocess(load_storm.send, server.root, A | JSON, [chosen[0]], 30, 30)
         gaps["30 connections"] = victim.gap
         assert {path: gap for path, gap in gaps.items() if gap > GAP} == {}
         sizes.check()
@@ -540,7 +540,7 @@ def test_streams_do_not_pause_for_bursts_of_cheap_requests(served: Served) -> No
     sizes, gaps = Sizes(served), {}
     for path in readable:
         with Victim(served, B) as victim:
-            load_storm.elsewhere(load_storm.ask, served.root, A, path, 1000)
+            load_storm.in_subprocess(load_storm.count_ok, served.root, A, path, 1000)
         gaps[path] = victim.gap
     assert {path: gap for path, gap in gaps.items() if gap > GAP} == {}
     sizes.check()
@@ -551,8 +551,8 @@ def test_streams_do_not_pause_for_forms_and_messages(served: Served) -> None:
     """10 forms with 190 fields of 1 MB, and 40 gRPC messages of 60 MB."""
     sizes = Sizes(served)
     with Victim(served, B) as victim:
-        load_storm.elsewhere(load_storm.send_forms, served.url, A, 10)
-        load_storm.elsewhere(load_storm.send_messages, served.find(r"gRPC at (\S+)")[1], A, 40, 60 * MIB)
-        load_storm.elsewhere(load_storm.send_messages, served.find(r"gRPC at (\S+)")[1], A, 400, MIB - 100)
+        load_storm.in_subprocess(load_storm.send_forms, served.url, A, 10)
+        load_storm.in_subprocess(load_storm.send_messages, served.find(r"gRPC at (\S+)")[1], A, 40, 60 * MIB)
+        load_storm.in_subprocess(load_storm.send_messages, served.find(r"gRPC at (\S+)")[1], A, 400, MIB - 100)
     assert victim.gap <= GAP
     sizes.check()

@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 import pytest
 import zmq
-from serving import Served, free_ports, refused, within
+from serving import Served, free_ports, run_in_process, usage_error
 from test_lora import demo_adapters as demo_adapters  # the fixture
 from test_weights import perturbed
 
@@ -375,7 +375,7 @@ def test_an_address_that_is_taken_is_told(tmp_path: Path) -> None:
     ],
 )
 def test_what_contradicts_itself_is_refused(flags: str, words: str) -> None:
-    assert words in refused(*flags.split())
+    assert words in usage_error(*flags.split())
 
 
 @pytest.mark.thorough  # ZeroMQ takes seconds to notice a process that was stopped
@@ -501,13 +501,13 @@ def test_one_command_starts_all_and_shows_it(tmp_path: Path) -> None:
         assert httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=asked).status_code == 200
 
         def transferred() -> bool:
-            said = within(main, "pd", "status", "--url", f"http://127.0.0.1:{port}", "--once")
+            said = run_in_process(main, "pd", "status", "--url", f"http://127.0.0.1:{port}", "--once")
             header, _, *rows = said.stdout.splitlines()
             assert header.split()[:3] == ["role", "address", "state"] and len(rows) == 2
             return any(row.startswith("decode") and " 1  " in row for row in rows)
 
         until(transferred)
-        assert within(main, "pd", "status", "--url", "http://127.0.0.1:9", "--once").returncode == 2
+        assert run_in_process(main, "pd", "status", "--url", "http://127.0.0.1:9", "--once").returncode == 2
         pids = [int(line.split()[1]) for line in printed[2:5]]
         started.send_signal(signal.SIGTERM)
         assert started.wait(60) == 0
@@ -518,5 +518,5 @@ def test_one_command_starts_all_and_shows_it(tmp_path: Path) -> None:
 
 
 def test_wrong_options_of_that_command_are_refused() -> None:
-    assert "prefill: must be at least 1" in within(main, "pd", "--prefill", "0").stderr
-    assert "role: is set by penstock pd" in within(main, "pd", "--role", "decode").stderr
+    assert "prefill: must be at least 1" in run_in_process(main, "pd", "--prefill", "0").stderr
+    assert "role: is set by penstock pd" in run_in_process(main, "pd", "--role", "decode").stderr

@@ -25,7 +25,7 @@ import trustme
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
-from serving import SERVE, Served, Servers, refused
+from serving import SERVE, Served, Servers, usage_error
 
 from penstock import LLM, SamplingParams, demo
 
@@ -999,24 +999,24 @@ def test_a_port_in_use() -> None:
 
 
 def test_a_model_that_is_not_there() -> None:
-    assert "/nowhere does not exist" in refused("/nowhere")
+    assert "/nowhere does not exist" in usage_error("/nowhere")
 
 
 def test_an_unknown_name_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "penstock.yaml"
     file.write_text("max_num_seq: 5\n")
     sentence = f"penstock serve: max_num_seq: no such option, in {file}; did you mean max_num_seqs?\n"
-    assert refused("--config", str(file)) == sentence
+    assert usage_error("--config", str(file)) == sentence
 
 
 def test_a_wrong_value_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_MAX_NUM_SEQS", "0")
-    sentence = refused()
+    sentence = usage_error()
     assert "max_num_seqs" in sentence and "PENSTOCK_MAX_NUM_SEQS" in sentence
 
 
 def test_an_unknown_flag() -> None:
-    assert refused("--prot", "1") == "penstock serve: unknown argument --prot; did you mean --port?\n"
+    assert usage_error("--prot", "1") == "penstock serve: unknown argument --prot; did you mean --port?\n"
 
 
 def test_a_key_without_a_certificate() -> None:

@@ -21,7 +21,7 @@ import openai
 import pytest
 import tritonclient.grpc as triton
 from prometheus_client.parser import text_string_to_metric_families
-from serving import SERVE, Served, belongings, refused
+from serving import SERVE, Served, count_files_and_threads, usage_error
 from tritonclient.utils import InferenceServerException
 
 from penstock import LLM, SamplingParams, demo
@@ -355,7 +355,7 @@ def test_who_waits_for_a_model_hears_what_became_of_it(empty: tuple[Served, Path
         return asking, loading
 
     def files() -> list[int]:
-        return [belongings(pid)[0] for pid in (served.pid, *served.pids["api"])]
+        return [count_files_and_threads(pid)[0] for pid in (served.pid, *served.pids["api"])]
 
     counts = []
     for _ in range(2):
@@ -463,7 +463,7 @@ def test_a_repository_that_cannot_be_is_refused(
     for name, text in change.items():
         (two_engines / name).mkdir(exist_ok=True)
         (two_engines / name / "config.pbtxt").write_text(f'name: "{name}" {text}')
-    assert words in refused("--compat", "triton", "--model-repository", str(two_engines), *flags)
+    assert words in usage_error("--compat", "triton", "--model-repository", str(two_engines), *flags)
 
 
 @pytest.mark.row("triton", "config.pbtxt")
@@ -504,7 +504,7 @@ def test_a_folder_of_checkpoints_is_a_repository(tmp_path: Path, alone: dict[str
     ],
 )
 def test_what_is_wrong_is_told_in_one_sentence(flags: list[str], words: str) -> None:
-    (sentence,) = refused(*flags).splitlines()
+    (sentence,) = usage_error(*flags).splitlines()
     assert words in sentence
 
 

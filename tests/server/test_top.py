@@ -14,7 +14,7 @@ import threading
 
 import httpx
 import pytest
-from serving import Served, Servers, free_ports, within
+from serving import Served, Servers, free_ports, run_in_process
 
 from penstock.cli.main import main
 
@@ -38,7 +38,7 @@ def test_once(servers: Servers) -> None:
         thread.start()
     try:
         for _ in range(50):  # until both run, and the engine has recorded steps
-            said = within(main, "top", "--url", server.root, "--once", "--interval", "0.2")
+            said = run_in_process(main, "top", "--url", server.root, "--once", "--interval", "0.2")
             if all(words in said.stdout for words in ("running 2", "last steps", "between tokens")):
                 break
     finally:
@@ -99,10 +99,10 @@ def test_a_terminal_without_escapes(servers: Servers) -> None:
 
 def test_servers_that_cannot_be_watched() -> None:
     (port,) = free_ports(1)
-    said = within(main, "top", "--url", f"http://127.0.0.1:{port}", "--once")
+    said = run_in_process(main, "top", "--url", f"http://127.0.0.1:{port}", "--once")
     assert said.returncode == 1 and "does not respond" in said.stderr
     with Served("--api-key", "secret") as server:
-        said = within(main, "top", "--url", server.root, "--once")
+        said = run_in_process(main, "top", "--url", server.root, "--once")
         assert said.returncode == 1 and "set --api-key" in said.stderr
-        assert within(main, "top", "--url", server.root, "--once", "--api-key", "secret").returncode == 0
-    assert "interval" in within(main, "top", "--interval", "0").stderr
+        assert run_in_process(main, "top", "--url", server.root, "--once", "--api-key", "secret").returncode == 0
+    assert "interval" in run_in_process(main, "top", "--interval", "0").stderr

@@ -15,8 +15,8 @@ import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc
-from collector import Collector, collecting, draw
-from serving import Served, refused
+from collector import Collector, draw_trace, run_collector
+from serving import Served, usage_error
 from test_router import PROMPT, Deployment, until
 from tritonclient.utils import np_to_triton_dtype
 
@@ -37,7 +37,7 @@ def spans_are_sent_soon() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def collector(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Collector]:
-    with collecting(tmp_path_factory.mktemp("collector")) as collector:
+    with run_collector(tmp_path_factory.mktemp("collector")) as collector:
         yield collector
 
 
@@ -57,7 +57,7 @@ def test_a_chat_has_a_span_for_each_stage_over_processes(server: Served, collect
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "temperature": 0.5, "seed": 1}
     answer = httpx.post(f"{server.url}/chat/completions", json=body, headers=traceparent(TRACE))
     usage = answer.json()["usage"]
-    spans = collector.names(TRACE, "POST /v1/chat/completions", "llm_request", "queue", "prefill", "decode")
+    spans = collector.spans(TRACE, "POST /v1/chat/completions", "llm_request", "queue", "prefill", "decode")
     root, request = spans["POST /v1/chat/completions"], spans["llm_request"]
     assert (root.kind, root.parent, root.status) == ("server", PARENT, "")
     assert root.attributes["http.response.status_code"] == 200
@@ -127,7 +127,7 @@ def test_a_grpc_request_takes_its_context_from_the_metadata(server: Served, coll
         given[-1].set_data_from_numpy(value)
     with tritonclient.grpc.InferenceServerClient(address) as client:
         client.infer("ensemble", given, headers=traceparent(trace))
-    spans = collector.names(trace, "inference.GRPCInferenceService/ModelInfer", "llm_request", "prefill", "decode")
+    spans = collector.spans(trace, "inference.GRPCInferenceService/ModelInfer", "llm_request", "prefill", "decode")
     root = spans["inference.GRPCInferenceService/ModelInfer"]
     assert (root.kind, root.parent) == ("server", PARENT)
     assert root.attributes["rpc.grpc.status_code"] == grpc.StatusCode.OK.value[0]
@@ -150,7 +150,7 @@ def test_a_client_that_leaves_and_an_error_end_spans_with_a_status(server: Serve
         next(answer.iter_lines())
     answer = httpx.post(f"{server.url}/completions", json={"prompt": 1.5}, headers=traceparent(refused))
     assert answer.status_code == 400
-    spans = collector.names(left, "POST /v1/completions", "llm_request", "decode")
+    spans = collector.spans(left, "POST /v1/completions", "llm_request", "decode")
     for name in ("POST /v1/completions", "llm_request", "decode"):
         assert (spans[name].status, spans[name].attributes["error.type"]) == ("error", "cancelled"), name
     (root,) = collector.wait(len, refused)
@@ -163,7 +163,7 @@ def test_what_its_sender_does_not_sample_is_not_recorded(server: Served, collect
     for trace, sampled in ((left_out, False), (last, True)):
         headers = traceparent(trace, sampled)
         httpx.post(f"{server.url}/completions", json={"prompt": "a", "max_tokens": 1}, headers=headers)
-    collector.names(last, "POST /v1/completions", "prefill")
+    collector.spans(last, "POST /v1/completions", "prefill")
     assert not collector.wait(lambda _: True, left_out)
     server.find(left_out)  # but the log names it
 
@@ -179,7 +179,7 @@ def test_health_checks_and_metrics_are_no_traces(server: Served, collector: Coll
 
 
 def test_a_collector_that_dies_costs_spans_and_no_request(tmp_path: Path) -> None:
-    with collecting(tmp_path) as collector, Served("--otlp-endpoint", collector.http) as server:
+    with run_collector(tmp_path) as collector, Served("--otlp-endpoint", collector.http) as server:
         body = {"prompt": "a", "max_tokens": 1}
         assert httpx.post(f"{server.url}/completions", json=body).status_code == 200
         collector.wait(lambda spans: {"POST /v1/completions", "prefill"} <= {span.name for span in spans})
@@ -211,7 +211,7 @@ def test_prefill_and_decode_instances_are_of_one_trace(collector: Collector, tmp
         body = {"prompt": PROMPT, "max_tokens": 4}
         assert httpx.post(f"{deployment.router.url}/completions", json=body, headers=traceparent(trace)).is_success
         spans = collector.wait(lambda found: [span.name for span in found].count("prefill") == 2, trace)
-    names = collector.names(trace, "POST /v1/completions", "llm_request", "kv_transfer", "decode")
+    names = collector.spans(trace, "POST /v1/completions", "llm_request", "kv_transfer", "decode")
     transfer, request = names["kv_transfer"], names["llm_request"]
     assert transfer.parent == request.span
     assert transfer.attributes["penstock.kv_transfer.tokens"] > 100
@@ -222,11 +222,11 @@ def test_prefill_and_decode_instances_are_of_one_trace(collector: Collector, tmp
     assert processes == ["api", "prefill-engine", "decode-engine"]
     assert transfer.begun <= by_prefill.ended <= transfer.ended + 5e6  # clocks of two processes
     if picture := os.environ.get("PENSTOCK_TRACE_PICTURE"):  # docs/trace.svg
-        draw(collector.wait(lambda found: len(found) >= len(names) + 2, trace), Path(picture))
+        draw_trace(collector.wait(lambda found: len(found) >= len(names) + 2, trace), Path(picture))
 
 
 def test_traces_are_refused_without_an_endpoint_that_can_be_one() -> None:
-    assert "otlp_endpoint: must begin with http://" in refused("--otlp-endpoint", "localhost:4317")
+    assert "otlp_endpoint: must begin with http://" in usage_error("--otlp-endpoint", "localhost:4317")
 
 
 def test_opentelemetry_is_not_imported_where_traces_are_off() -> None:

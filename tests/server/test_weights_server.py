@@ -17,7 +17,7 @@ import httpx
 import pytest
 from checkpoints import SMALL, save
 from safetensors.torch import load_file, save_file
-from serving import Served, within
+from serving import Served, run_in_process
 from test_weights import perturbed
 from transformers import Qwen3Config
 
@@ -309,7 +309,7 @@ def test_paths_of_fastdeploy(client: Client, folders: tuple[Path, Path], oracles
 @pytest.mark.row("fastdeploy", "dynamic_load_weight")
 def test_clients_may_do_so_only_where_an_option_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def configured(*flags: str) -> tuple[bool, str]:
-        found = within(main, "config", "--json", *flags)
+        found = run_in_process(main, "config", "--json", *flags)
         assert found.returncode == 0, found
         return json.loads(found.stdout)["server_dev_mode"]["value"], found.stderr
 

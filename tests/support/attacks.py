@@ -1,4 +1,4 @@
-"""Attacks: what one client does to harm the others, and a client beside it whose streams must not notice."""
+"""A client whose streams must not be affected while another client attacks the server."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ BODY = {
     "max_tokens": 400,
     "ignore_eos": True,
     "stream": True,
-    "return_token_ids": True,  # an event for each token, whatever its text
+    "return_token_ids": True,  # one event per token, even if it has no text
 }
 
 
 class Victim:
-    """Another client: asks for the same stream again and again until it is left, from a thread of its own.
+    """Requests the same stream again and again, in a thread, within its context.
 
-    Leaving asserts that every stream was whole and said the same as the first, which was alone.
+    The exit of the context asserts that every stream was complete and equal to the first, which ran alone.
 
     Args:
-        headers: of its requests.
+        headers: additional headers of its requests.
     """
 
     def __init__(self, served: Served, headers: dict[str, str] | None = None) -> None:
         self._address = served.root.rpartition("/")[2]
         self._headers = {"content-type": "application/json", **(headers or {})}
-        self._leaving = threading.Event()
+        self._stop = threading.Event()
         self._begun = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._errors: list[str] = []
         self.streams = 0
-        """How many ended beside the attack."""
+        """Number of streams that ended during the attack."""
         self.gap = 0.0
         """Seconds of the longest pause between two tokens of a stream."""
 
     def __enter__(self) -> Self:
-        self._right = self._ask()
+        self._expected = self._read_stream()
         self.gap = 0.0
         self._thread.start()
         assert self._begun.wait(60)
@@ -53,36 +53,36 @@ class Victim:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._leaving.set()
+        self._stop.set()
         self._thread.join(120)
         if kind is None:
-            assert not self._thread.is_alive(), "its stream does not end"
+            assert not self._thread.is_alive(), "the stream does not end"
             assert not self._errors, self._errors
             assert self.streams
 
     def _run(self) -> None:
-        while not self.streams or not self._leaving.is_set():
+        while not self.streams or not self._stop.is_set():
             try:
-                heard = self._ask()
+                found = self._read_stream()
             except (OSError, http.client.HTTPException, ValueError, KeyError, AssertionError) as error:
                 self._errors.append(f"after {self.streams} streams: {error!r}")
                 self._begun.set()
                 return
             self.streams += 1
-            if heard != self._right:
-                self._errors.append(f"stream {self.streams} says something else")
+            if found != self._expected:
+                self._errors.append(f"stream {self.streams} differs from the first")
 
-    def _ask(self) -> list[Any]:
-        """One stream: its token ids, its text and its reason to end."""
+    def _read_stream(self) -> list[Any]:
+        """Token ids, text and finish reason of one stream."""
         connection = http.client.HTTPConnection(self._address, timeout=60)
         ids: list[int] = []
         text, reason = "", None
         try:
             connection.request("POST", "/v1/completions", json.dumps(BODY), self._headers)
-            got = connection.getresponse()
-            assert got.status == 200, got.read()
+            response = connection.getresponse()
+            assert response.status == 200, response.read()
             last = None
-            for line in got:
+            for line in response:
                 if line == b"data: [DONE]\n":
                     return [ids, text, reason]
                 if not line.startswith(b"data: "):
@@ -98,7 +98,7 @@ class Victim:
         raise AssertionError(f"the stream ended after {len(ids)} tokens")
 
 
-def peak(pid: int) -> int:
-    """MiB that a process has had at most, resident."""
+def peak_memory(pid: int) -> int:
+    """Peak resident memory of a process, MiB."""
     status = (Path("/proc") / str(pid) / "status").read_text()
     return next(int(line.split()[1]) // 1024 for line in status.splitlines() if line.startswith("VmHWM"))

@@ -26,7 +26,7 @@ SMALL = {
 
 
 def save(config: PreTrainedConfig, folder: Path, **options: Any) -> PreTrainedModel:
-    """A checkpoint of random weights, large enough that positions and windows matter."""
+    """Write a checkpoint of random weights with the tokenizer of the demo model; return the model."""
     import torch
     from transformers import AutoModelForCausalLM
 

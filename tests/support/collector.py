@@ -1,8 +1,7 @@
-"""A collector for OTLP: ``python tests/support/collector.py``. Prints its ports for gRPC and HTTP, then each request
-as a line of JSON, but with ``discard``.
+"""An OTLP collector: ``python tests/support/collector.py [discard]``.
 
-Where ``otelcol`` or ``otelcol-contrib`` is installed, ``Collector`` runs that in its place. Else the receivers are the
-services of OpenTelemetry's own protocol, over gRPC and HTTP.
+Prints its gRPC and HTTP ports, then each request as a line of JSON unless called with ``discard``. ``run_collector``
+runs ``otelcol`` or ``otelcol-contrib`` instead if one is installed.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ receivers: {{otlp: {{protocols: {{grpc: {{endpoint: "127.0.0.1:{grpc}"}}, http: 
 exporters: {{file: {{path: "{path}", flush_interval: 100ms}}}}
 service: {{telemetry: {{metrics: {{level: none}}}}, pipelines: {{traces: {{receivers: [otlp], exporters: [file]}}}}}}
 """
-PATIENCE = 30.0
+TIMEOUT = 30.0
 
 
 @dataclass
-class Received:
-    """A span that a collector has got."""
+class ReceivedSpan:
+    """A span that a collector has received."""
 
     name: str
     trace: str
@@ -54,7 +53,7 @@ class Received:
 
 
 class Collector:
-    """A collector in a process of its own."""
+    """Client of a collector process."""
 
     def __init__(self, process: subprocess.Popen[str], lines: Iterable[str], grpc: str, http: str) -> None:
         self.process = process
@@ -62,22 +61,22 @@ class Collector:
         """Endpoint for gRPC."""
         self.http = http
         """Endpoint for HTTP."""
-        self._spans: list[Received] = []
+        self._spans: list[ReceivedSpan] = []
         self._more = threading.Condition()
         threading.Thread(target=self._read, args=(lines,), daemon=True).start()
 
-    def wait(self, enough: Callable[[list[Received]], bool], trace: str = "") -> list[Received]:
-        """The spans of a trace, or all, once there are ``enough``."""
-        deadline = time.monotonic() + PATIENCE
+    def wait(self, enough: Callable[[list[ReceivedSpan]], bool], trace: str = "") -> list[ReceivedSpan]:
+        """Wait until ``enough`` holds for the spans of a trace (or of all traces); return them by start time."""
+        deadline = time.monotonic() + TIMEOUT
         with self._more:
             while not enough(found := [span for span in self._spans if trace in ("", span.trace)]):
-                left = deadline - time.monotonic()
-                assert left > 0, [(span.name, span.process, span.trace) for span in self._spans]
-                self._more.wait(left)
+                remaining = deadline - time.monotonic()
+                assert remaining > 0, [(span.name, span.process, span.trace) for span in self._spans]
+                self._more.wait(remaining)
         return sorted(found, key=lambda span: span.begun)
 
-    def names(self, trace: str, *names: str) -> dict[str, Received]:
-        """The spans of a trace by their names, once there are all of these."""
+    def spans(self, trace: str, *names: str) -> dict[str, ReceivedSpan]:
+        """Wait until a trace has spans with all these names; return its spans by name."""
         found = self.wait(lambda spans: set(names) <= {span.name for span in spans}, trace)
         return {span.name: span for span in found}
 
@@ -89,12 +88,12 @@ class Collector:
                 self._more.notify_all()
 
 
-def draw(spans: list[Received], path: Path) -> None:
-    """Draw a trace as an SVG: a bar for each span, below its parent, on one scale of time."""
+def draw_trace(spans: list[ReceivedSpan], path: Path) -> None:
+    """Draw a trace as an SVG: one bar per span, below its parent, on a common time axis."""
     first, last = min(span.begun for span in spans), max(span.ended for span in spans)
     known = {span.span for span in spans}
 
-    def rows(parents: set[str], depth: int) -> Iterator[tuple[Received, int]]:
+    def rows(parents: set[str], depth: int) -> Iterator[tuple[ReceivedSpan, int]]:
         for span in spans:
             if (span.parent if span.parent in known else "") in parents:
                 yield span, depth
@@ -119,12 +118,12 @@ def draw(spans: list[Received], path: Path) -> None:
 
 
 @contextmanager
-def collecting(folder: Path, discard: bool = False) -> Iterator[Collector]:
-    """A collector.
+def run_collector(folder: Path, discard: bool = False) -> Iterator[Collector]:
+    """Run a collector process within the context.
 
     Args:
-        folder: where an installed one writes.
-        discard: let our own forget what it gets, which takes the least time.
+        folder: folder for the files of an installed collector.
+        discard: run this module's collector, and discard all requests (lowest overhead).
     """
     if not discard and (command := shutil.which("otelcol") or shutil.which("otelcol-contrib")):
         ports, path = [_free_port(), _free_port()], folder / "spans.json"
@@ -135,20 +134,20 @@ def collecting(folder: Path, discard: bool = False) -> Iterator[Collector]:
         tail = subprocess.Popen(["tail", "-n", "+1", "-F", str(path)], stdout=subprocess.PIPE, text=True)
         assert tail.stdout is not None
         _wait_for(ports[0])
-        lines, ended = tail.stdout, [tail, process]
+        lines, processes = tail.stdout, [tail, process]
     else:
         process = subprocess.Popen(
             [sys.executable, __file__, *["discard"] * discard], stdout=subprocess.PIPE, text=True
         )
         assert process.stdout is not None
         ports = [int(port) for port in process.stdout.readline().split()]
-        lines, ended = process.stdout, [process]
+        lines, processes = process.stdout, [process]
     try:
         yield Collector(process, lines, f"http://127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}/v1/traces")
     finally:
-        for one in ended:
-            one.kill()
-            one.wait()
+        for each in processes:
+            each.kill()
+            each.wait()
 
 
 def _free_port() -> int:
@@ -158,7 +157,7 @@ def _free_port() -> int:
 
 
 def _wait_for(port: int) -> None:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while True:
         try:
             socket.create_connection(("127.0.0.1", port)).close()
@@ -168,14 +167,14 @@ def _wait_for(port: int) -> None:
             time.sleep(0.02)
 
 
-def _spans(request: dict[str, Any]) -> Iterator[Received]:
-    """The spans of an export request, in OTLP's JSON."""
-    for of_resource in request.get("resourceSpans", []):
-        resource = _attributes(of_resource["resource"])
-        for of_scope in of_resource["scopeSpans"]:
-            for span in of_scope["spans"]:
+def _spans(request: dict[str, Any]) -> Iterator[ReceivedSpan]:
+    """Spans of an export request in OTLP's JSON encoding."""
+    for resource_spans in request.get("resourceSpans", []):
+        resource = _attributes(resource_spans["resource"])
+        for scope_spans in resource_spans["scopeSpans"]:
+            for span in scope_spans["spans"]:
                 status = span.get("status", {})
-                yield Received(
+                yield ReceivedSpan(
                     name=span["name"],
                     trace=span["traceId"],
                     span=span["spanId"],
@@ -192,14 +191,14 @@ def _spans(request: dict[str, Any]) -> Iterator[Received]:
 
 
 def _attributes(holder: dict[str, Any]) -> dict[str, Any]:
-    return {one["key"]: _value(one["value"]) for one in holder.get("attributes", [])}
+    return {attribute["key"]: _value(attribute["value"]) for attribute in holder.get("attributes", [])}
 
 
 def _value(value: dict[str, Any]) -> Any:
-    ((kind, given),) = value.items()
+    ((kind, content),) = value.items()
     if kind == "arrayValue":
-        return [_value(each) for each in given.get("values", [])]
-    return int(given) if kind == "intValue" else given
+        return [_value(each) for each in content.get("values", [])]
+    return int(content) if kind == "intValue" else content
 
 
 def main() -> None:
@@ -210,13 +209,13 @@ def main() -> None:
 
     lock, discard = threading.Lock(), "discard" in sys.argv
 
-    def take(request: Any) -> Any:
+    def receive(request: Any) -> Any:
         if discard:
             return messages.ExportTraceServiceResponse()
         document = MessageToDict(request, use_integers_for_enums=True)
-        for of_resource in document.get("resourceSpans", []):
-            for of_scope in of_resource["scopeSpans"]:
-                for span in of_scope["spans"]:  # OTLP's JSON has hexadecimal ids, protobuf's base64
+        for resource_spans in document.get("resourceSpans", []):
+            for scope_spans in resource_spans["scopeSpans"]:
+                for span in scope_spans["spans"]:  # ids are hexadecimal in OTLP's JSON, base64 in protobuf's
                     for key in ("traceId", "spanId", "parentSpanId"):
                         if key in span:
                             span[key] = _hexadecimal(span[key])
@@ -226,7 +225,7 @@ def main() -> None:
 
     class Receiver(services.TraceServiceServicer):  # type: ignore[misc]
         def Export(self, request: Any, context: Any) -> Any:
-            return take(request)
+            return receive(request)
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -235,12 +234,12 @@ def main() -> None:
                 import gzip
 
                 body = gzip.decompress(body)
-            answer = take(messages.ExportTraceServiceRequest.FromString(body)).SerializeToString()
+            response = receive(messages.ExportTraceServiceRequest.FromString(body)).SerializeToString()
             self.send_response(200 if self.path == "/v1/traces" else 404)
             self.send_header("content-type", "application/x-protobuf")
-            self.send_header("content-length", str(len(answer)))
+            self.send_header("content-length", str(len(response)))
             self.end_headers()
-            self.wfile.write(answer)
+            self.wfile.write(response)
 
         def log_message(self, *_: Any) -> None:
             pass
@@ -249,9 +248,9 @@ def main() -> None:
     services.add_TraceServiceServicer_to_server(Receiver(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    over_http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    print(port, over_http.server_address[1], flush=True)
-    over_http.serve_forever()
+    http_server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    print(port, http_server.server_address[1], flush=True)
+    http_server.serve_forever()
 
 
 def _hexadecimal(text: str) -> str:

@@ -1,11 +1,11 @@
-"""Compiles every kernel of the CUDA backend for GPUs that are not here, as ops launch it, and prints what became of it.
+"""Compile every kernel of the CUDA backend, as ops launch it, for GPUs that this machine does not have.
 
     python tests/support/compile_kernels.py [--targets 80,90,100] [--ops NAME,…] [--whole] [--cache FOLDER]
         [--ptx FOLDER]
 
-Each function of ``OPS`` calls ops with shapes of models that people run. Launches are recorded, and those that are
-compiled to the same code are compiled once. Prints one JSON object: ``kernels``, a list of what ``Compiled`` has, and
-``skipped``, what a target does not have.
+Each function of ``OPS`` calls ops with the shapes of common models. Launches are recorded, and launches with the same
+code are compiled once. Prints one JSON object: ``kernels``, a list of ``Compiled`` objects, and ``skipped``, the labels
+of calls that a target does not support.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from penstock.ops.cuda.launch import ARCHITECTURES, Launch, record_launches
 PROCESSES = 2
 CPU = torch.device("cpu")
 MIN_FP8 = 89
-"""The first target with products of 8-bit floating-point numbers."""
+"""First target with FP8 matrix instructions."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ MODELS = (
     Model(4096, 14336, 32, 8, 128, 128256),  # Llama-3.1-8B
 )
 TOKENS = (1, 64, 128, 256, 500, 2048)
-"""Tokens of a step, of which the products of these models take every tile."""
+"""Numbers of tokens of a step; the matrix products of ``MODELS`` use every tile shape with them."""
 
 
 @dataclass
@@ -75,27 +75,27 @@ class Compiled:
     kernel: str
     target: int
     products: list[str]
-    """Labels of the calls that launch it. Those of one label must give a row the same bits."""
+    """Labels of the calls that launch it. Calls with the same label must compute the same bits of a row."""
     arguments: dict[str, Any]
     """Types of arguments, and values of constants."""
     num_warps: int
     num_stages: int
     registers: int = 0
-    """Of a thread."""
+    """Registers per thread."""
     local: int = 0
-    """Bytes of local memory (stack) of a thread: registers that are spilled."""
+    """Bytes of local memory (stack) per thread: spilled registers."""
     shared: int = 0
-    """Bytes of shared memory of a program."""
+    """Bytes of shared memory per program."""
     tensor_memory: int = 0
-    """Columns of tensor memory of a program (Blackwell)."""
+    """Columns of tensor memory per program (Blackwell)."""
     mma: list[str] = field(default_factory=list)
-    """Kinds of matrix instructions, without the size that follows the number of tokens."""
+    """Kinds of matrix instructions, without the size that depends on the number of tokens."""
     seconds: float = 0.0
-    """It took to compile."""
+    """Compile time."""
     error: str = ""
 
 
-# --- Ops: each function yields labels, and calls that launch kernels. Add yours to OPS. -------------------------------
+# --- Ops: each function yields labels and calls that launch kernels. Add new functions to OPS. ------------------------
 
 Calls = Iterator[tuple[str, Callable[[], object]]]
 
@@ -113,23 +113,21 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def packed(outputs: int, inputs: int, format: Format, bias: bool = False) -> Any:
-    """A matrix that takes no time to pack."""
+    """A packed matrix with uninitialized values."""
     shapes = matrix.packed_shapes(inputs, outputs, torch.bfloat16, format)
     tensors = {name: empty(*shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
-    given = empty(outputs) if bias else None
-    return matrix.from_packed(tensors, inputs, outputs, torch.bfloat16, given, format)
+    return matrix.from_packed(tensors, inputs, outputs, torch.bfloat16, empty(outputs) if bias else None, format)
 
 
 def products(whole: bool) -> Calls:
-    """All products of the models. In the suite, inputs in 16 bits with all their tiles and a matrix of few rows; other
-    formats with some of them, inputs in 8 bits and weights in 4 with two; and the extreme tiles gated, and with float32
-    outputs."""
-    some = {"none": TOKENS, "w8a8": (1, 2048), "fp8": (1, 2048), "fp8 blocks": (256,), "wint4": (64, 2048)}
-    some |= {"wint4-g32": (64,), "w4a8-g32": (), "w4a8": (128,), "wint8": (1,), "mxfp4": (2048,)}  # () as groups of 64
-    some |= {"4 bits, offsets, 8-bit activations": (64,), "4 bits, offsets": (256,)}
+    """Linear layers of the models. Without ``whole``: the attention output layer, unquantized with all tiles and in
+    other formats with a few; the gated MLP and the output head with the largest and smallest tiles only."""
+    tokens_of = {"none": TOKENS, "w8a8": (1, 2048), "fp8": (1, 2048), "fp8 blocks": (256,), "wint4": (64, 2048)}
+    tokens_of |= {"wint4-g32": (64,), "w4a8-g32": (), "w4a8": (128,), "wint8": (1,), "mxfp4": (2048,)}  # -g32: aliases
+    tokens_of |= {"4 bits, offsets, 8-bit activations": (64,), "4 bits, offsets": (256,)}
     for name, format in FORMATS.items():
         for model in MODELS if whole else MODELS[1:]:
-            few = ("o", packed(model.hidden, model.heads * model.head_dim, format, bias=True))
+            attention_output = ("o", packed(model.hidden, model.heads * model.head_dim, format, bias=True))
             gate_up = packed(2 * model.inter, model.hidden, format)
             heads = model.heads + 2 * model.kv_heads
             others = [
@@ -137,9 +135,9 @@ def products(whole: bool) -> Calls:
                 ("down", packed(model.hidden, model.inter, format)),
             ]
             for tokens in TOKENS:
-                if not whole and tokens not in some[name]:
+                if not whole and tokens not in tokens_of[name]:
                     continue
-                for layer, weights in [few, *others] if whole else [few]:
+                for layer, weights in [attention_output, *others] if whole else [attention_output]:
                     x = empty(tokens, weights.inputs)
                     yield f"{name} {layer}", partial(matrix.linear, x, weights)
                 if whole or (name == "none" and tokens in (TOKENS[0], TOKENS[-1])):
@@ -243,13 +241,13 @@ def adapters(whole: bool) -> Calls:
     outputs = (model.heads + 2 * model.kv_heads) * model.head_dim
     slots = lora.new_lora_slots(1, model.hidden, outputs, 3 * 16, torch.bfloat16, torch.device("meta"))
     slots = lora.LoRASlots(*(empty(*each.shape, dtype=each.dtype) for each in vars(slots).values()))
-    for tokens in (1, 2048):  # programs of few tokens, and of many
+    for tokens in (1, 2048):  # kernels for few tokens and for many
         out, x, rows = empty(tokens, outputs), empty(tokens, model.hidden), empty(tokens, dtype=torch.int32)
         yield "adapters", partial(lora.add_lora, out, x, slots, rows)
 
 
 def mixtures(whole: bool) -> Calls:
-    """Experts of Qwen3-30B-A3B, a few of them."""
+    """Sixteen experts of Qwen3-30B-A3B's size."""
     from penstock.ops import Routing
     from penstock.ops.cuda import experts
 
@@ -309,7 +307,7 @@ def attentions(whole: bool) -> Calls:
 
 
 def latents(whole: bool) -> Calls:
-    """In the shapes of DeepSeek-V3 and, of all variants, of V2-Lite."""
+    """Latent attention in the shapes of DeepSeek-V3 and, with ``whole``, of DeepSeek-V2-Lite."""
     from penstock.ops import AttentionMetadata, KVSpec
     from penstock.ops.cuda import kv_cache, latent
 
@@ -345,7 +343,7 @@ OPS: tuple[Callable[[bool], Calls], ...] = (
     latents,
     sampling,
 )
-"""Each is called with whether all variants are wanted (``--whole``), or those that the suite has time for."""
+"""Each is called with True for all variants (``--whole``), or False for the variants of the test suite."""
 
 
 # --- From launches to machine code ------------------------------------------------------------------------------------
@@ -365,7 +363,7 @@ class Job:
 
 
 def jobs(target: int, ops: list[Callable[[bool], Calls]], whole: bool) -> tuple[list[Job], set[str]]:
-    """What ops launch on a target, and what of it the target does not have."""
+    """Launches of ops on a target, and labels of the calls that it does not support."""
     backend = make_backend(GPUTarget("cuda", target, 32))
     found: dict[str, Job] = {}
     skipped: set[str] = set()
@@ -390,12 +388,12 @@ def jobs(target: int, ops: list[Callable[[bool], Calls]], whole: bool) -> tuple[
 
 
 def _job(launch: Launch, target: int, backend: Any) -> Job:
-    """As Triton's own launch specializes arguments: integers that are 1, integers and addresses divisible by 16."""
+    """Specialize arguments as Triton's launch does: integers equal to 1, integers and addresses divisible by 16."""
     kernel = launch.kernel
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": False}
-    bound, specialization, given = bind(*launch.args, **launch.constants, **options)
-    parsed, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, given)
+    bound, specialization, extra = bind(*launch.args, **launch.constants, **options)
+    parsed, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, extra)
     return Job(launch, target, signature, constants, attributes, parsed.__dict__, set())
 
 
@@ -430,7 +428,7 @@ def compile_job(job: Job, ptx_folder: str | None) -> Compiled:
 
 
 def kinds_of_mma(ptx: str) -> list[str]:
-    """Matrix instructions in an assembly, such as ``wgmma.k16.f32.bf16.bf16`` or ``mma.m16n8k16.f32.bf16.bf16.f32``."""
+    """Matrix instructions in PTX, such as ``wgmma.k16.f32.bf16.bf16`` or ``mma.m16n8k16.f32.bf16.bf16.f32``."""
     kinds = set()
     for line in ptx.splitlines():
         if found := re.search(r"wgmma\.mma_async\.sync\.aligned\.m64n\d+(k\d+)((?:\.\w+)+)", line):
@@ -443,20 +441,19 @@ def kinds_of_mma(ptx: str) -> list[str]:
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of local memory of a thread."""
+    """Registers and bytes of local memory per thread."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        said = subprocess.run([tool, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
-    usage = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
+        output = subprocess.run([tool, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
+    usage = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", output)}
     return usage["REG"], usage["STACK"] + usage["LOCAL"]
 
 
 @contextmanager
-def compiled_in(folder: str | None) -> Iterator[None]:
-    """What was compiled before is taken from Triton's cache in a folder, whose keys are sources, options and Triton's
-    version; without one all is compiled anew."""
+def triton_cache(folder: str | None) -> Iterator[None]:
+    """Use a folder as Triton's cache (its keys are sources, options and Triton's version); None: an empty cache."""
     with tempfile.TemporaryDirectory() as empty_folder:
         os.environ["TRITON_CACHE_DIR"] = folder or empty_folder
         yield
@@ -465,10 +462,10 @@ def compiled_in(folder: str | None) -> Iterator[None]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--targets", default=",".join(map(str, ARCHITECTURES)))
-    parser.add_argument("--ops", help="names of functions in OPS")
-    parser.add_argument("--whole", action="store_true", help="all variants; else those that the suite has time for")
-    parser.add_argument("--cache", metavar="FOLDER", help="where what was compiled is kept")
-    parser.add_argument("--ptx", metavar="FOLDER", help="where to write PTX and Triton's IR")
+    parser.add_argument("--ops", help="comma-separated names of functions in OPS (default: all)")
+    parser.add_argument("--whole", action="store_true", help="compile all variants, not only those of the test suite")
+    parser.add_argument("--cache", metavar="FOLDER", help="Triton's cache (default: a new, empty one)")
+    parser.add_argument("--ptx", metavar="FOLDER", help="folder for PTX and Triton's IR (default: not written)")
     options = parser.parse_args()
     ops = [op for op in OPS if not options.ops or op.__name__ in options.ops.split(",")]
     listed: list[Job] = []
@@ -478,10 +475,10 @@ def main() -> None:
         listed += found
         if missing:
             skipped[target] = sorted(missing)
-    # Forked, so that they inherit launches with their tensors, which nothing could pickle.
+    # Forked processes inherit the launches, which cannot be pickled.
     global _listed, _ptx
     _listed, _ptx = listed, options.ptx
-    with compiled_in(options.cache), ProcessPoolExecutor(PROCESSES, get_context("fork")) as pool:
+    with triton_cache(options.cache), ProcessPoolExecutor(PROCESSES, get_context("fork")) as pool:
         results = list(pool.map(_compile_listed, range(len(listed))))
     json.dump({"kernels": [asdict(result) for result in results], "skipped": skipped}, sys.stdout, indent=1)
 

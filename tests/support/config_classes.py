@@ -1,6 +1,6 @@
-"""The configuration classes of transformers that Penstock implements, as ``checkpoint/config_defaults.json`` has them.
+"""Defaults of the configuration classes of transformers that Penstock implements (``checkpoint/config_defaults.json``).
 
-``python tests/support/config_classes.py`` writes that file anew.
+``python tests/support/config_classes.py`` updates that file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TEXT = (
     ),
     *("olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2", "whisper"),
 )
-"""``model_type`` of models of text, encoders first, and of speech."""
+"""``model_type`` of text models, encoders first, and of the speech model."""
 COMPOSITE = (
     *("ernie4_5_vl_moe", "gemma3", "internvl", "llama4", "llava", "llava_onevision", "mistral3"),
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
@@ -45,24 +45,24 @@ NESTED = (
     *("siglip_vision_model", "clip_vision_model", "pixtral", "internvl_vision", "ernie4_5_vl_moe_vision"),
     *("qwen2_vl_vision", "qwen2_5_vl_vision", "qwen3_vl_vision", "qwen3_vl_moe_vision"),
 )
-"""``model_type`` of objects within those."""
+"""``model_type`` of the nested configurations."""
 FILLED_IN = {"ernie4_5_vl_moe_text": ("moe_intermediate_size",)}
-"""Fields whose default is ``None``, in place of which a class has a constant."""
+"""Fields whose default is None, which the class replaces with a constant."""
 IGNORED = (
     *("bos_token_id", "eos_token_id", "decoder_start_token_id", "begin_suppress_tokens"),
     *("num_mtp_layers", "rope_parameters", "text_config", "vision_config"),
     *("dtype", "dropout", "use_cache", "is_encoder_decoder"),
 )
-"""Fields without defaults here: token ids that the tokenizer has, layers for drafting, which a file has to name,
-nested objects, and what no model depends on."""
+"""Fields left out of the table: token ids, which the tokenizer defines; draft layers, which a checkpoint must state;
+nested objects; fields that no model depends on."""
 
 ROPE_IGNORED = ("rope_theta", "type", "max_position_embeddings")
-"""Fields of ``rope_parameters`` that are beside them in the table, or that no type reads."""
+"""Fields of ``rope_parameters`` that have separate entries in the table, or that no RoPE type reads."""
 
 
 @cache
 def names_read() -> frozenset[str]:
-    """The texts in the sources that read ``config.json``, the names of fields among them."""
+    """String literals in the sources that read ``config.json``; they include all field names."""
     paths = [
         path for part in ("checkpoint", "planning", "models", "frontend") for path in (SOURCES / part).rglob("*.py")
     ]
@@ -83,7 +83,7 @@ def class_of(model_type: str) -> Any:
 
 
 def architecture_of(model_type: str) -> str | None:
-    """The class of models that transformers makes of a configuration."""
+    """Name of the model class of transformers for a ``model_type``; None if it has none."""
     from transformers.models.auto import modeling_auto as auto
 
     tables = (
@@ -97,7 +97,7 @@ def architecture_of(model_type: str) -> str | None:
 
 
 def entry_of(model_type: str) -> dict[str, Any]:
-    """The entry of a class in the table."""
+    """Entry of a configuration class in the table."""
     found = class_of(model_type)
     fields, nullable = {}, []
     ignored = IGNORED if model_type in TEXT[:5] else (*IGNORED, "pad_token_id")
@@ -114,24 +114,24 @@ def entry_of(model_type: str) -> dict[str, Any]:
     entry: dict[str, Any] = {"fields": fields}
     if nullable:
         entry["nullable"] = nullable
-    own = {field.name for field in dataclasses.fields(found)}
-    pairs = [(b, a) if a in own and b not in own else (a, b) for a, b in (found.attribute_map or {}).items()]
-    if aliases := {alias: name for alias, name in pairs if name in own and name in names_read()}:
+    names = {field.name for field in dataclasses.fields(found)}
+    pairs = [(b, a) if a in names and b not in names else (a, b) for a, b in (found.attribute_map or {}).items()]
+    if aliases := {alias: name for alias, name in pairs if name in names and name in names_read()}:
         entry["aliases"] = aliases
     if architecture := architecture_of(model_type):
         entry["architecture"] = architecture
     if model_type in COMPOSITE:
         for name, spec in found.sub_configs_defaults.items():
             kind = spec.model_type or spec.config_class.model_type
-            given = {field: value for field, value in spec.init_kwargs.items() if field in names_read()}
-            entry[name] = {"model_type": kind, **given}
-    elif "rope_parameters" in own and getattr(found, "default_rope_type", "default") == "default":
+            defaults = {field: value for field, value in spec.init_kwargs.items() if field in names_read()}
+            entry[name] = {"model_type": kind, **defaults}
+    elif "rope_parameters" in names and getattr(found, "default_rope_type", "default") == "default":
         entry["rope"] = _rope(found)
     return entry
 
 
 def _rope(found: Any) -> dict[str, Any]:
-    """Defaults of rotary positions."""
+    """RoPE defaults of a class."""
     rope = found().rope_parameters
     if "full_attention" in rope:
         return {"rope_theta": {kind: rope[kind]["rope_theta"] for kind in ("full_attention", "sliding_attention")}}
@@ -144,15 +144,15 @@ def _rope(found: Any) -> dict[str, Any]:
 
 
 def table() -> dict[str, Any]:
-    """What ``config_defaults.json`` has to hold."""
+    """Expected content of ``config_defaults.json``."""
     return {model_type: entry_of(model_type) for model_type in (*TEXT, *COMPOSITE, *NESTED)}
 
 
-def written(content: dict[str, Any]) -> str:
-    """The table as its file has it: one line for each class."""
+def format_table(content: dict[str, Any]) -> str:
+    """Text of the file: one line per class."""
     lines = [f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in content.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 if __name__ == "__main__":
-    TABLE.write_text(written(table()))
+    TABLE.write_text(format_table(table()))

@@ -1,4 +1,7 @@
-"""A rank of ``test_device_group.py``: python device_ranks.py DESCRIPTOR RANK SIZE MEETING_POINT."""
+"""Check the collective operations of ``DeviceGroup`` in one rank, started by ``test_device_group.py``:
+
+python device_ranks.py DESCRIPTOR RANK SIZE RENDEZVOUS_FILE
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,8 @@ def main() -> None:
             shard = shard_outputs(group, total)
 
             def part(out: Tensor | None, whole: Tensor = whole, shard: Shard = shard) -> Tensor:
-                own = whole[:, shard.first : shard.end]
-                return own if out is None else out.copy_(own)
+                columns = whole[:, shard.first : shard.end]
+                return columns if out is None else out.copy_(columns)
 
             with group.step():
                 assert torch.equal(group.all_gather(part, rows, shard, dtype), whole)
@@ -36,14 +39,14 @@ def main() -> None:
 
             def write(out: Tensor | None, table: Tensor = table, ids: Tensor = ids, shard: Shard = shard) -> Tensor:
                 assert out is not None
-                own = (ids >= shard.first) & (ids < shard.end)
-                out[own] = table[ids[own]]
+                local = (ids >= shard.first) & (ids < shard.end)
+                out[local] = table[ids[local]]
                 return out
 
             with group.step():
                 found = group.gather_rows(write, ids, shard, 5, dtype)
                 assert torch.equal(found, table[ids]) and torch.equal(found.signbit(), table[ids].signbit())
-            tokens = rows if rows == 1 else 100  # few bytes, and many
+            tokens = rows if rows == 1 else 100  # small and large messages
             ids = torch.randint(total, (3 * tokens,), generator=torch.Generator().manual_seed(4))
             wide = torch.randn(total, 130, generator=torch.Generator().manual_seed(rows)).to(dtype)
 
@@ -57,7 +60,7 @@ def main() -> None:
             with group.step():
                 found = group.combine_rows(write_wide, ids, shard, 130, dtype, 3, combine)
                 assert torch.equal(found, wide[ids].unflatten(0, (-1, 3)).sum(1))
-    dist.destroy_process_group()  # whose threads would else outlive the interpreter
+    dist.destroy_process_group()  # its threads must end before the interpreter
     print("gathered")
 
 

@@ -1,5 +1,6 @@
-"""Writes quantized checkpoints with the tools that others use, and beside each what the tool itself takes its weights
-for. Run by the interpreter of an environment that has the tool (``test_quantized_ecosystem.py``):
+"""Write quantized checkpoints with common quantization tools, each with the weights as dequantized by the tool.
+
+``test_quantized_ecosystem.py`` runs it in an environment that has the tool:
 
     python ecosystem.py TOOL CHECKPOINT TARGET
 """
@@ -77,8 +78,8 @@ def llmcompressor(source: Path, target: Path) -> None:
         tool.oneshot(model=model, recipe=recipe, **(data if kind == "gptq" else {}))
         model.save_pretrained(target / kind, save_compressed=True)
         model = load(target / kind, quantization_config=transformers.CompressedTensorsConfig(run_compressed=False))
-        linears = [(name, one) for name, one in model.named_modules() if isinstance(one, torch.nn.Linear)]
-        save_weights({f"{name}.weight": one.weight for name, one in linears if name != "lm_head"}, target / kind)
+        linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+        save_weights({f"{name}.weight": linears[name].weight for name in linears if name != "lm_head"}, target / kind)
 
 
 def gptqmodel(source: Path, target: Path) -> None:
@@ -101,21 +102,21 @@ def gptqmodel(source: Path, target: Path) -> None:
         model.quantize(data, batch_size=1)
         model.save(str(target / kind))
         model = tool.GPTQModel.load(str(target / kind), device="cpu", backend=tool.BACKEND.TORCH, dtype=torch.float16)
-        quantized = [(name, one) for name, one in model.model.named_modules() if hasattr(one, "qweight")]
-        save_weights({f"{name}.weight": one.dequantize_weight().T for name, one in quantized}, target / kind)
+        quantized = [(name, module) for name, module in model.model.named_modules() if hasattr(module, "qweight")]
+        save_weights({f"{name}.weight": module.dequantize_weight().T for name, module in quantized}, target / kind)
 
 
 def awq(source: Path, target: Path) -> None:
-    """GPTQModel quantizes to AWQ on GPUs only: what it takes the weights of a checkpoint for."""
+    """Copy an AWQ checkpoint, and dequantize it with GPTQModel, which quantizes to AWQ only on GPUs."""
     folder, shutil = target / "awq", import_module("shutil")
     shutil.copytree(source, folder)
     dequantize = import_module("gptqmodel.quantization.awq.utils.packing_utils").dequantize_gemm
     tensors = import_module("safetensors.torch").load_file(folder / "model.safetensors")
     names = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
     parts = {name: [tensors[f"{name}.{part}"] for part in ("qweight", "qzeros", "scales")] for name in names}
-    save_weights({f"{name}.weight": dequantize(*own, 4, 32).T for name, own in parts.items()}, folder)
+    save_weights({f"{name}.weight": dequantize(*tensors, 4, 32).T for name, tensors in parts.items()}, folder)
 
 
 if __name__ == "__main__":
-    makers = {"bitsandbytes": bitsandbytes, "llmcompressor": llmcompressor, "gptqmodel": gptqmodel, "awq": awq}
-    makers[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))
+    tools = {"bitsandbytes": bitsandbytes, "llmcompressor": llmcompressor, "gptqmodel": gptqmodel, "awq": awq}
+    tools[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))

@@ -1,4 +1,4 @@
-"""Small encoders of random weights, with a tokenizer of their own."""
+"""Small encoder checkpoints of random weights with a WordPiece tokenizer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OF_MODERNBERT = {"bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_t
 
 
 def draw_config(family: str, rng: Random) -> PreTrainedConfig:
-    """A configuration with the family's switches drawn."""
+    """A random configuration of a family."""
     sizes = SIZES | {"num_attention_heads": rng.choice((2, 4)), "num_hidden_layers": rng.choice((1, 2, 3, 4))}
     act = rng.choice(("gelu", "gelu_new", "relu", "silu"))
     match family:
@@ -57,7 +57,7 @@ def draw_config(family: str, rng: Random) -> PreTrainedConfig:
 
 
 def save_encoder(config: PreTrainedConfig, folder: Path, labels: int = 0) -> Any:
-    """A checkpoint as transformers writes it, of a classifier with ``labels``; returns the model."""
+    """Save a checkpoint with transformers, of a classifier if ``labels`` is not 0; return the model."""
     torch.manual_seed(0)
     if labels:
         config.num_labels = labels
@@ -74,7 +74,7 @@ def save_encoder(config: PreTrainedConfig, folder: Path, labels: int = 0) -> Any
 
 
 def save_tokenizer(folder: Path) -> None:
-    """A tokenizer of words, as BERT's adds special tokens and tells the texts of a pair apart."""
+    """Save a tokenizer with BERT's special tokens and token types; its vocabulary is ``WORDS``."""
     vocabulary = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)

@@ -1,6 +1,6 @@
-"""The executor of engines for which a test names none: ``PENSTOCK_DISTRIBUTED_EXECUTOR_BACKEND=mp pytest``.
+"""Default executor of the engines in tests, from the environment: ``PENSTOCK_DISTRIBUTED_EXECUTOR_BACKEND=mp pytest``.
 
-Servers read that variable themselves.
+Servers read the variable themselves. Also a device that fails on demand.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def engine_options(**options: Any) -> EngineOptions:
 
 
 def set_default() -> None:
-    """Make it the default of ``LLM`` and ``AsyncLLM``."""
+    """Make ``DEFAULT`` the default of ``LLM`` and ``AsyncLLM``."""
     if DEFAULT != "uni":
         from penstock import LLM, AsyncLLM
 
@@ -46,11 +46,11 @@ cpu.copy_blocks = copy_blocks
 
 
 class FailingDevice:
-    """A kernel that every step calls, of this process and of those that it starts, fails when it is told to.
+    """Make a kernel that every step calls fail on demand, in this process and in the processes that it starts.
 
     Args:
-        folder: for its own files.
-        patch: which puts all back.
+        folder: folder for its files.
+        patch: fixture that undoes the changes.
     """
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
@@ -65,5 +65,5 @@ class FailingDevice:
         exec(code, {})
 
     def fail(self, calls: int = 10**6) -> None:
-        """Its next calls fail."""
+        """Let the next calls of the kernel fail."""
         self._failures.write_text(str(calls))

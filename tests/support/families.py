@@ -1,4 +1,4 @@
-"""Configurations of every family of text models, drawn at random, and their checkpoints of random weights."""
+"""Random configurations of every text model family, and their checkpoints of random weights."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ VOCABULARY = SIZES["vocab_size"]
 
 
 def sizes(rng: Random, head_dim: bool = True) -> dict[str, Any]:
-    """Sizes of a model.
+    """Random sizes of a model.
 
     Args:
-        head_dim: whether it may be another one than ``hidden_size`` is for each head.
+        head_dim: draw ``head_dim`` independently of ``hidden_size / num_attention_heads``.
     """
     heads, kv_heads = rng.choice(((4, 2), (4, 4), (4, 1), (8, 2)))
     hidden = rng.choice((128, 192) if heads == 8 else (64, 128))
@@ -82,16 +82,16 @@ def sizes(rng: Random, head_dim: bool = True) -> dict[str, Any]:
 
 
 def rope(rng: Random, dim: int, *kinds: str) -> dict[str, Any]:
-    """Rotary positions of one of these types, or plain ones."""
+    """``rope_parameters`` of one of these types, or of the default type."""
     kind, base = rng.choice(("default", "default", *kinds)), {"rope_theta": rng.choice((10_000.0, 500_000.0))}
-    longer = {"factor": 4.0, "original_max_position_embeddings": 128}
+    extension = {"factor": 4.0, "original_max_position_embeddings": 128}
     match kind:
         case "linear":
             return base | {"rope_type": kind, "factor": 4.0}
         case "yarn":
-            return base | {"rope_type": kind, **longer}
+            return base | {"rope_type": kind, **extension}
         case "llama3":
-            return base | {"rope_type": kind, **longer, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+            return base | {"rope_type": kind, **extension, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         case _:
             return base | {"rope_type": "default"}
 
@@ -167,7 +167,7 @@ def phi3(rng: Random) -> PreTrainedConfig:
     dim = given["hidden_size"] // given["num_attention_heads"]
     share = rng.choice((1.0, 0.75, 0.5))
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": share}
-    if flag(rng):  # all lengths of the test are within the trained context
+    if flag(rng):  # all prompts of the tests are shorter than the trained context
         factors = [[rng.uniform(1, most) for _ in range(int(dim * share) // 2)] for most in (1.5, 8)]
         parameters |= {"rope_type": "longrope", "short_factor": factors[0], "long_factor": factors[1]}
         given |= {"original_max_position_embeddings": 512}
@@ -283,7 +283,7 @@ def internlm3(rng: Random) -> PreTrainedConfig:
 
 
 def experts(rng: Random, number: str = "num_experts", norm: bool = True) -> dict[str, Any]:
-    """Sizes of experts; ``number`` is the family's name of how many there are."""
+    """Random sizes of the experts; ``number`` is the family's name of the number of experts."""
     given: dict[str, Any] = {number: rng.choice((5, 8, 16)), "num_experts_per_tok": rng.choice((1, 2, 4))}
     return given | ({"norm_topk_prob": flag(rng)} if norm else {})
 
@@ -462,7 +462,7 @@ FAMILIES: dict[str, Callable[[Random], PreTrainedConfig]] = {
     "DeepseekV2": _deepseek(DeepseekV2Config),
     "DeepseekV3": _deepseek(DeepseekV3Config),
 }
-"""A draw of a configuration for each, by the name of its architecture before ``ForCausalLM``."""
+"""Functions that draw a configuration, by the name of the architecture without ``ForCausalLM``: dense models."""
 WITH_EXPERTS: dict[str, Callable[[Random], PreTrainedConfig]] = {
     "Qwen3Moe": qwen3_moe,
     "Mixtral": mixtral,
@@ -477,25 +477,25 @@ WITH_EXPERTS: dict[str, Callable[[Random], PreTrainedConfig]] = {
     "GptOss": gpt_oss,
     "Llama4": llama4,
 }
-"""Likewise."""
+"""Mixture-of-experts models."""
 
 
 def draw(family: str, seed: int, folder: Path, vocab_size: int = VOCABULARY) -> PreTrainedModel:
-    """The checkpoint of a configuration of a family.
+    """Write a checkpoint of a random configuration of a family; return the model.
 
     Args:
-        seed: another one draws another configuration.
+        seed: determines the configuration, with the family.
     """
     config = (FAMILIES | WITH_EXPERTS)[family](Random(f"{family} {seed}"))
     config.vocab_size = vocab_size
     model = save(config, folder)
-    if family != "Llama4":  # which has one implementation
-        model.set_experts_implementation("eager")  # others do not compute in float64
+    if family != "Llama4":  # it has one implementation
+        model.set_experts_implementation("eager")  # the others do not support float64
     return model
 
 
 def draw_llama_without_biases(folder: Path, vocab_size: int = VOCABULARY, **fields: Any) -> PreTrainedModel:
-    """A checkpoint that InternLM 2 could have, too, with these fields of its configuration."""
+    """Write a Llama checkpoint that ``rewrite_as_internlm2`` can convert, with these fields in its configuration."""
     config = llama(Random("Llama 0"))
     for name, value in fields.items():
         setattr(config, name, value)
@@ -505,14 +505,14 @@ def draw_llama_without_biases(folder: Path, vocab_size: int = VOCABULARY, **fiel
 
 
 def rewrite_as_internlm2(folder: Path) -> None:
-    """A Llama checkpoint under InternLM 2's names, which the library does not know."""
+    """Convert a Llama checkpoint to InternLM 2's names, which transformers does not support."""
     config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     groups, dim = config["num_key_value_heads"], config["head_dim"]
     renamed = {}
     for name, tensor in tensors.items():
-        for own, other in NAMES.items():
-            if name.endswith(f"{own}.weight"):
-                name = name.removesuffix(f"{own}.weight") + f"{other}.weight"
+        for llama_name, internlm_name in NAMES.items():
+            if name.endswith(f"{llama_name}.weight"):
+                name = name.removesuffix(f"{llama_name}.weight") + f"{internlm_name}.weight"
         renamed[name] = tensor
     for layer in range(config["num_hidden_layers"]):
         parts = [renamed.pop(f"model.layers.{layer}.self_attn.{part}_proj.weight") for part in "qkv"]

@@ -27,7 +27,7 @@ import fuzz_grpc
 import grpc
 from fuzz_requests import BASES, KEYWORDS, REGION, Request, drawn, encoded
 from serving import Served
-from storm import HOLD, possessions, settled, soon
+from storm import LOOP_BLOCKED, count_resources, eventually, wait_until_idle
 from tqdm import tqdm
 from yarl import URL
 
@@ -61,7 +61,7 @@ class Report:
     seconds: float = 0.0
     memory: dict[str, tuple[int, int]] = field(default_factory=dict)
     """MiB resident, by process, after the warm-up and in the end."""
-    possessions: dict[str, tuple[int, int]] = field(default_factory=dict)
+    count_resources: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Likewise, files and threads."""
     holds: Counter[str] = field(default_factory=Counter)
     """What held an event loop: a path, and the innermost function."""
@@ -110,8 +110,8 @@ class Fuzz:
             await self._connected(self._look())
             with tqdm(total=count, disable=count < 5000, desc=f"fuzz {self._seed}", mininterval=1) as self._bar:
                 await self._connected(self._send(range(warm)))
-                await settled(self._served)
-                memory, before = resident(self._served), possessions(self._served)
+                await wait_until_idle(self._served)
+                memory, before = resident(self._served), count_resources(self._served)
                 await self._connected(self._send(range(warm, count)))
             if self._report.faults:
                 return self._report
@@ -119,19 +119,19 @@ class Fuzz:
         finally:
             region.close()
             region.unlink()
-        await settled(self._served)
+        await wait_until_idle(self._served)
         report = self._report
 
         async def same() -> None:
-            now = possessions(self._served)
+            now = count_resources(self._served)
             report.possessions = {name: (before.get(name, 0), now[name]) for name in now}
             assert not report.left
 
         with suppress(AssertionError):
-            await soon(same)
+            await eventually(same)
         report.memory = {name: (memory.get(name, 0), now) for name, now in resident(self._served).items()}
         report.seconds = time.monotonic() - begun
-        report.held = [line for line in self._served.lines[at:] if re.search(HOLD, line)]
+        report.held = [line for line in self._served.lines[at:] if re.search(LOOP_BLOCKED, line)]
         report.holds = Counter(re.sub(r".*\) by (request \S+ )?| <.*", "", line) for line in report.held)
         return report
 

@@ -24,14 +24,14 @@ ARCHITECTURES = {
     "DeepseekV3ForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
     "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
 }
-HALVES = {
+SCALE_OFFSETS = {
     **{"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,), "IQ4_XS": (0,)},
     **{"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
 }
 """Where blocks have float16 scales."""
-SIZE = {"Q8_0": 1e-3, "Q3_K": 1e-3, "Q4_K": 3e-4, "Q5_K": 2e-4, "Q6_K": 1e-4, "IQ4_NL": 1e-3, "IQ4_XS": 1e-4}
+SCALE_SIZES = {"Q8_0": 1e-3, "Q3_K": 1e-3, "Q4_K": 3e-4, "Q5_K": 2e-4, "Q6_K": 1e-4, "IQ4_NL": 1e-3, "IQ4_XS": 1e-4}
 """Of those scales, so that weights are near a tenth; a hundredth for the others."""
-WRITTEN = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+QUANTIZABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 """Types that the library quantizes to. Of others, blocks are drawn."""
 
 
@@ -41,8 +41,8 @@ def random_blocks(kind: str, rows: int, inputs: int, rng: np.random.Generator) -
     blocks = rng.integers(0, 256, (rows, inputs // block, size), dtype=np.uint8)
     if kind == "MXFP4":
         blocks[..., 0] = rng.integers(122, 126, blocks.shape[:2])
-    for at in HALVES.get(kind, ()):
-        scales = rng.normal(0, SIZE.get(kind, 1e-2), blocks.shape[:2]).astype(np.float16)
+    for at in SCALE_OFFSETS.get(kind, ()):
+        scales = rng.normal(0, SCALE_SIZES.get(kind, 1e-2), blocks.shape[:2]).astype(np.float16)
         blocks[..., at : at + 2] = scales[..., None].view(np.uint8)
     return blocks.reshape(rows, -1)
 
@@ -77,7 +77,7 @@ def write_gguf(
         assert theirs, name
         kind = type_of(theirs) if weights.ndim > 1 and "ffn_gate_inp" not in theirs else "F32"
         number = GGMLQuantizationType[kind]
-        if kind in WRITTEN:
+        if kind in QUANTIZABLE:
             data = gguf.quants.quantize(weights, number)
         else:
             rows = random_blocks(kind, weights.size // weights.shape[-1], weights.shape[-1], rng)

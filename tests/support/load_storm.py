@@ -173,7 +173,7 @@ def send(root: str, headers: dict[str, str], given: Sequence[Body], width: int, 
         return Counter(threads.map(one, [body for body in given for _ in range(times)]))
 
 
-def ask(root: str, headers: dict[str, str], path: str, times: int) -> int:
+def count_ok(root: str, headers: dict[str, str], path: str, times: int) -> int:
     """Get a path on ``times`` connections at once; how many answers have status 200."""
     host, _, port = root.rpartition("/")[2].rpartition(":")
     lines = [f"GET {path} HTTP/1.1", "host: x", "connection: close", *map(": ".join, headers.items())]
@@ -192,7 +192,7 @@ def ask(root: str, headers: dict[str, str], path: str, times: int) -> int:
     return asyncio.run(run())
 
 
-def elsewhere(function: Callable[..., Any], *arguments: Any) -> Any:
+def in_subprocess(function: Callable[..., Any], *arguments: Any) -> Any:
     """The result of a function in a process of its own, so that this one measures the server and not itself."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(function, arguments)

@@ -23,7 +23,7 @@ def _ip(*words: str) -> None:
 
 
 @cache
-def reason_for_none() -> str:
+def unavailable_reason() -> str:
     """Why there can be none here; empty where there can."""
     if not shutil.which("ip") or not shutil.which("tc"):
         return "ip and tc (iproute2) are not installed"

@@ -1,5 +1,5 @@
-"""Storms over separate prefill and decode instances: what clients of routers hear while instances are killed, stopped,
-cut off or have no room, and what is left of it afterwards."""
+"""Reliability scenarios for disaggregated prefill and decode: clients send requests to routers while instances are
+killed, stopped, cut off from the network, or out of KV blocks."""
 
 from __future__ import annotations
 
@@ -21,71 +21,72 @@ import aiohttp
 from kv_proxy import Fault, KVProxy
 from namespaces import Namespaces
 from serving import Served, free_ports, processes
-from storm import page, soon
+from storm import eventually, read_metrics
 
 KV_TIMEOUT = 3.0
 ENGINE_TIMEOUT = 6.0
 """``--engine-iteration-timeout``."""
 DEADLINE = 60.0
 """Seconds after which a request counts as lost."""
-COMMON = (
+COMMON_OPTIONS = (
     "--kv-timeout",
     str(KV_TIMEOUT),
     "--engine-iteration-timeout",
     str(ENGINE_TIMEOUT),
 )
-ROOM = ("--num-gpu-blocks-override", "120")
-ROUTER = ("--pd-min-prefill-tokens", "32")
+SERVER_OPTIONS = ("--num-gpu-blocks-override", "120")
+ROUTER_OPTIONS = ("--pd-min-prefill-tokens", "32")
 SLOT_BYTES = "196608"
 """``--kv-buffer-size`` of one slot of the built-in model."""
-KEPT = ("num_requests_running", "num_requests_waiting", "kv_blocks_used", "kv_transfer_slots_used")
-"""Metrics of an instance that are zero once nothing is asked."""
+IDLE_METRICS = ("num_requests_running", "num_requests_waiting", "kv_blocks_used", "kv_transfer_slots_used")
+"""Metrics of an instance that are zero without requests."""
 TRANSFER = r"transfer \w+: \d+ tokens"
-"""What the log of an instance says when it takes part in a transfer."""
+"""Log message of an instance that takes part in a KV transfer."""
 
 
 class Outcome(StrEnum):
-    RIGHT = "right"  # as the single instance answers
-    ERROR = "error"  # an error's status, or an error event in the stream
-    BROKEN = "broken"  # the connection broke or there was none
+    RIGHT = "right"  # the answer of a single instance
+    ERROR = "error"  # an error status, or an error event in the stream
+    BROKEN = "broken"  # the connection broke or was refused
     WRONG = "wrong"
-    LOST = "lost"  # nothing in time, or an end without a word
+    LOST = "lost"  # no response within the deadline, or a stream without a last event
 
 
-class Heard(NamedTuple):
-    """What a client heard."""
+class Reply(NamedTuple):
+    """Outcome of one request."""
 
     outcome: Outcome
     sent: float
-    """When it asked."""
+    """Time at which the request was sent (``time.monotonic``)."""
     ended: float
-    words: str = ""
+    message: str = ""
+    """Error message, or description of what is wrong."""
 
 
 class Question(NamedTuple):
-    """A request, whose right answer the single instance gives."""
+    """A request whose expected answer is that of a single instance."""
 
     path: str
     body: dict[str, Any]
 
 
 Answer = tuple[str, str]
-"""Text, and why it ended."""
+"""Text and finish reason."""
 Right = dict[int, tuple[Question, Answer]]
-"""Questions with their right answers."""
+"""Questions with their expected answers."""
 
 
 def questions(count: int) -> list[Question]:
-    """Streams and others, greedy and sampled, in several dialects; every prompt has two slots of tokens or more."""
+    """Requests of several dialects, streaming and not, greedy and sampled. Every prompt takes at least two slots."""
     topics = ("the sea", "a fox", "bread", "the moon", "两只狐狸", "a harbour", "winter", "a clock")
-    made = []
+    requests = []
     for i in range(count):
         text = f"Number {i // 2}: a story about {topics[i % len(topics)]}, its friends and its days. " * (8 + i % 6)
         sampling: dict[str, Any] = {"temperature": 0} if i % 3 else {"temperature": 0.9, "seed": i}
         tokens, stream = (4, 40, 160)[i % 3], i % 2 == 0
         common = {**sampling, "ignore_eos": True, "stream": stream}
         chat = [{"role": "user", "content": text}]
-        made.append(
+        requests.append(
             (
                 Question("/v1/completions", {"prompt": text, "max_tokens": tokens, **common}),
                 Question("/v1/chat/completions", {"messages": chat, "max_tokens": tokens, **common}),
@@ -94,14 +95,14 @@ def questions(count: int) -> list[Question]:
                 Question("/v1/messages", {"messages": chat, "max_tokens": tokens, "temperature": 0, "stream": stream}),
             )[i % 5]
         )
-    return made
+    return requests
 
 
 # --- Clients ----------------------------------------------------------------------------------------------------------
 
 
-class ToldError(Exception):
-    """The server has told an error."""
+class ServerError(Exception):
+    """The server returned an error."""
 
 
 class CutShortError(Exception):
@@ -109,7 +110,7 @@ class CutShortError(Exception):
 
 
 class Client:
-    """A connection a request."""
+    """Client that opens a connection for each request."""
 
     def __init__(self) -> None:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
@@ -123,40 +124,40 @@ class Client:
         await self._session.close()
 
     async def answer(self, root: str, question: Question) -> Answer:
-        """Raises ``ToldError``, ``CutShortError``, or what aiohttp raises."""
+        """Send a request and return its answer. Raises ``ServerError``, ``CutShortError`` and errors of aiohttp."""
         body = dict(question.body)
         if question.path != "/v1/messages":
-            body["cache_salt"] = f"{os.getpid()} {next(self._salts)}"  # nothing is cached: it has to be transferred
-        async with self._session.post(root + question.path, json=body) as got:
-            if got.status != 200:
-                raise ToldError(f"{got.status}: {_message(json.loads(await got.read()))}")
+            body["cache_salt"] = f"{os.getpid()} {next(self._salts)}"  # no prefix hit: the KV cache is transferred
+        async with self._session.post(root + question.path, json=body) as response:
+            if response.status != 200:
+                raise ServerError(f"{response.status}: {_message(json.loads(await response.read()))}")
             if not body["stream"]:
-                return _whole(json.loads(await got.read()), body)
-            return await _streamed(got, body)
+                return _parse_response(json.loads(await response.read()), body)
+            return await _read_stream(response, body)
 
-    async def ask(self, root: str, question: Question, right: Answer) -> Heard:
-        """Ask a question whose right answer is known."""
+    async def send(self, root: str, question: Question, expected: Answer) -> Reply:
+        """Send a request and compare its answer with the expected one."""
         sent = time.monotonic()
 
-        def heard(outcome: Outcome, words: str = "") -> Heard:
-            return Heard(outcome, sent, time.monotonic(), words)
+        def reply(outcome: Outcome, message: str = "") -> Reply:
+            return Reply(outcome, sent, time.monotonic(), message)
 
         try:
             async with asyncio.timeout(DEADLINE):
                 found = await self.answer(root, question)
         except TimeoutError:
-            return heard(Outcome.LOST, f"nothing in time: {question.path}")
+            return reply(Outcome.LOST, f"no complete response within {DEADLINE:.0f} s: {question.path}")
         except CutShortError as error:
-            return heard(Outcome.LOST, f"a stream ended without a last event: {question.path} {error}")
-        except ToldError as error:
-            return heard(Outcome.ERROR, str(error))
+            return reply(Outcome.LOST, f"the stream ended without a last event: {question.path} {error}")
+        except ServerError as error:
+            return reply(Outcome.ERROR, str(error))
         except (aiohttp.ClientError, ConnectionError) as error:
-            return heard(Outcome.BROKEN, repr(error))
+            return reply(Outcome.BROKEN, repr(error))
         except (ValueError, KeyError) as error:
-            return heard(Outcome.WRONG, f"no proper answer: {error!r}")
-        if found == right:
-            return heard(Outcome.RIGHT)
-        return heard(Outcome.WRONG, f"{question.path}: {found}, not {right}")
+            return reply(Outcome.WRONG, f"malformed response: {error!r}")
+        if found == expected:
+            return reply(Outcome.RIGHT)
+        return reply(Outcome.WRONG, f"{question.path}: {found}, not {expected}")
 
 
 def _message(document: dict[str, Any]) -> str:
@@ -164,13 +165,13 @@ def _message(document: dict[str, Any]) -> str:
     return str(error["message"] if isinstance(error, dict) else error)
 
 
-def _whole(document: dict[str, Any], body: dict[str, Any]) -> Answer:
+def _parse_response(document: dict[str, Any], body: dict[str, Any]) -> Answer:
     if "choices" in document:
         (choice,) = document["choices"]
         return choice["message"]["content"] if "message" in choice else choice["text"], choice["finish_reason"]
     if "output" in document:
         if document["status"] == "failed":
-            raise ToldError(_message(document))
+            raise ServerError(_message(document))
         return document["output"][-1]["content"][0]["text"], document["status"]
     if "content" in document:
         return "".join(block["text"] for block in document["content"]), document["stop_reason"]
@@ -178,11 +179,11 @@ def _whole(document: dict[str, Any], body: dict[str, Any]) -> Answer:
     return text.removeprefix(body["prompt"]), ""
 
 
-async def _streamed(got: aiohttp.ClientResponse, body: dict[str, Any]) -> Answer:
+async def _read_stream(response: aiohttp.ClientResponse, body: dict[str, Any]) -> Answer:
     text, reason, ended = "", None, False
-    async for event in _events(got):
+    async for event in _events(response):
         if event.get("error") or event.get("type") == "error":
-            raise ToldError(_message(event))
+            raise ServerError(_message(event))
         match event:
             case {"end": True}:
                 ended = True
@@ -192,11 +193,11 @@ async def _streamed(got: aiohttp.ClientResponse, body: dict[str, Any]) -> Answer
             case {"type": "response.output_text.delta" | "content_block_delta", "delta": delta}:
                 text += delta if isinstance(delta, str) else delta["text"]
             case {"type": "response.failed", "response": response}:
-                raise ToldError(_message(response))
+                raise ServerError(_message(response))
             case {"type": "response.completed" | "response.incomplete", "response": {"status": status}}:
                 reason, ended = status, True
-            case {"type": "message_delta", "delta": {"stop_reason": stop}}:
-                reason = stop
+            case {"type": "message_delta", "delta": {"stop_reason": suspend}}:
+                reason = suspend
             case {"type": "message_stop"}:
                 ended = True
             case {"text": [so_far]} if "type" not in event:
@@ -206,8 +207,8 @@ async def _streamed(got: aiohttp.ClientResponse, body: dict[str, Any]) -> Answer
     return text, reason
 
 
-async def _events(got: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    async for line in got.content:
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+    async for line in response.content:
         for part in line.split(b"\0"):
             data = part.strip().removeprefix(b"data:").strip()
             if data == b"[DONE]":
@@ -217,69 +218,71 @@ async def _events(got: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
 
 
 class Load:
-    """Clients that ask without end. Who gets no answer asks another router next.
+    """Clients that send requests until ``end``. A client without a right answer uses another router next.
 
     Args:
-        roots: of the routers.
-        right: the questions with their right answers.
+        roots: URLs of the routers.
+        right: the questions with their expected answers.
         pause: seconds between two requests of a client.
     """
 
     def __init__(self, roots: Sequence[str], right: Right, clients: int, pause: float = 0.0) -> None:
-        self.heard: list[Heard] = []
+        self.replies: list[Reply] = []
         self._roots, self._right, self._pause = roots, right, pause
         self._numbers = itertools.count()
         self._ended = False
         self._more = asyncio.Condition()
-        self._tasks = [asyncio.create_task(self._ask(number)) for number in range(clients)]
+        self._tasks = [asyncio.create_task(self._run_client(number)) for number in range(clients)]
 
-    async def _ask(self, router: int) -> None:
+    async def _run_client(self, router: int) -> None:
         async with Client() as client:
             while not self._ended:
-                question, right = self._right[next(self._numbers) % len(self._right)]
-                heard = await client.ask(self._roots[router % len(self._roots)], question, right)
-                self.heard.append(heard)
-                router += heard.outcome is not Outcome.RIGHT
+                question, expected = self._right[next(self._numbers) % len(self._right)]
+                reply = await client.send(self._roots[router % len(self._roots)], question, expected)
+                self.replies.append(reply)
+                router += reply.outcome is not Outcome.RIGHT
                 async with self._more:
                     self._more.notify_all()
-                await asyncio.sleep(self._pause if heard.outcome is Outcome.RIGHT else 0.1)
+                await asyncio.sleep(self._pause if reply.outcome is Outcome.RIGHT else 0.1)
 
     async def probe(self) -> float:
-        """Ask a short question, four times a second, of each router in turn, until it was answered right; when it
-        was."""
+        """Send a short question four times a second, to each router in turn, until one is answered right; return the
+        time of that answer."""
         short = min(self._right, key=lambda number: len(self._right[number][1][0]))
-        asking: list[asyncio.Task[Heard]] = []
+        probes: list[asyncio.Task[Reply]] = []
         async with Client() as client:
             while True:
-                root = self._roots[len(asking) % len(self._roots)]
-                asking.append(asyncio.create_task(client.ask(root, *self._right[short])))
+                root = self._roots[len(probes) % len(self._roots)]
+                probes.append(asyncio.create_task(client.send(root, *self._right[short])))
                 await asyncio.sleep(0.25)
-                told = [one.result() for one in asking if one.done()]
-                if right := [one.ended for one in told if one.outcome is Outcome.RIGHT]:
-                    self.heard += await asyncio.gather(*asking)
+                replies = [probe.result() for probe in probes if probe.done()]
+                if right := [reply.ended for reply in replies if reply.outcome is Outcome.RIGHT]:
+                    self.replies += await asyncio.gather(*probes)
                     return min(right)
 
     async def right_since(self, start: float, count: int = 1) -> float:
-        """Wait until so many requests that were sent since ``start`` were answered right; when the last one was."""
+        """Wait until ``count`` requests sent since ``start`` were answered right; return the time of the last of these
+        answers."""
 
         def found() -> list[float]:
-            return sorted(one.ended for one in self.heard if one.outcome is Outcome.RIGHT and one.sent >= start)
+            right = (reply for reply in self.replies if reply.outcome is Outcome.RIGHT and reply.sent >= start)
+            return sorted(reply.ended for reply in right)
 
         async with asyncio.timeout(120), self._more:
             await self._more.wait_for(lambda: len(found()) >= count)
         return found()[count - 1]
 
-    async def end(self) -> list[Heard]:
+    async def end(self) -> list[Reply]:
         self._ended = True
         await asyncio.gather(*self._tasks)
-        return self.heard
+        return self.replies
 
 
 # --- The deployment ---------------------------------------------------------------------------------------------------
 
 
 class Instance:
-    """A router or an instance, which can be started again as it was."""
+    """A router or an instance that can be restarted with the same options."""
 
     def __init__(self, role: str, flags: Sequence[str], place: Callable[[], AbstractContextManager[None]]) -> None:
         self.role, self._flags, self._place = role, flags, place
@@ -295,24 +298,24 @@ class Instance:
         return engine
 
     def kill(self, *pids: int) -> None:
-        """kill -9 of these processes, or of the server, whose others follow."""
+        """kill -9 these processes, or the supervisor, whose other processes end with it."""
         for pid in pids or (self.served.pid,):
             os.kill(pid, signal.SIGKILL)
 
-    def start_again(self) -> None:
-        """After all of it was killed."""
+    def restart(self) -> None:
+        """Kill what is left of the server, and start it again."""
         self.served.kill()
         self.start()
         self.served.start()
 
     def replace(self) -> None:
-        """Stop it, as its user does, and start it again."""
+        """Stop the server with SIGTERM, and start it again."""
         self.served.terminate()
         assert self.served.ended() == 0, "\n".join(self.served.lines[-50:])
-        self.start_again()
+        self.restart()
 
-    def possessions(self) -> Counter[str]:
-        """Its processes, and the most files of each type that one of each kind has."""
+    def count_resources(self) -> Counter[str]:
+        """Number of processes, and maximum numbers of open files by type and kind of process."""
         served = self.served
         found = Counter(processes=len(processes(served.pid)))
         for kind, pids in {"supervisor": [served.pid], **served.pids}.items():
@@ -322,7 +325,7 @@ class Instance:
 
 
 def _files(pid: int) -> Counter[str]:
-    """How many files of each type a process has: sockets, pipes, shared memory and others."""
+    """Number of open files of a process by type: sockets, pipes, shared memory and others."""
     found: Counter[str] = Counter()
     for descriptor in (Path("/proc") / str(pid) / "fd").iterdir():
         with suppress(FileNotFoundError):
@@ -332,13 +335,13 @@ def _files(pid: int) -> Counter[str]:
 
 
 class Deployment:
-    """Routers, prefill and decode instances with the built-in model. Everything is ready within the context.
+    """Routers, prefill and decode instances with the built-in model, all ready within the context.
 
     Args:
-        folder: for the cluster secret.
-        prefill_flags, decode_flags: of all instances of a role.
-        fault: of the network between decode and prefill instances; None where there is none.
-        machines: where each instance has one, the routers the first one together; None: all on this one.
+        folder: folder for the cluster secret.
+        prefill_flags, decode_flags: additional options of all instances of a role.
+        fault: fault of the network between decode and prefill instances; None: no proxy.
+        machines: network namespaces: the routers use the first, each instance one of the others; None: one host.
     """
 
     def __init__(
@@ -356,7 +359,7 @@ class Deployment:
         secret = folder / "secret"
         secret.write_text("of this deployment alone")
         secret.chmod(0o600)
-        common = ("--cluster-secret-file", str(secret), *COMMON)
+        common = ("--cluster-secret-file", str(secret), *COMMON_OPTIONS)
         self._stack = ExitStack()
         self.instances: list[Instance] = []
         self.proxies: list[KVProxy] = []
@@ -364,18 +367,18 @@ class Deployment:
         addresses = [f"{self._host(0)}:{port}" for port in ports]
         self.routers: list[Instance] = []
         for port in ports:
-            self.routers.append(self._instance("router", 0, *ROUTER, *common, "--port", str(port)))
-        joins = (*common, *ROOM, "--router-address", ",".join(addresses))
+            self.routers.append(self._instance("router", 0, *ROUTER_OPTIONS, *common, "--port", str(port)))
+        options = (*common, *SERVER_OPTIONS, "--router-address", ",".join(addresses))
         for i in range(prefill):
-            own: tuple[str, ...] = ()
+            proxy_options: tuple[str, ...] = ()
             if fault:
                 (port,) = free_ports(1)
                 self.proxies.append(KVProxy(f"127.0.0.1:{port}", fault, i))
-                own = ("--kv-port", str(port), "--kv-advertised-address", self.proxies[-1].address)
-            self.instances.append(self._instance("prefill", 1 + i, *joins, *own, *prefill_flags))
+                proxy_options = ("--kv-port", str(port), "--kv-advertised-address", self.proxies[-1].address)
+            self.instances.append(self._instance("prefill", 1 + i, *options, *proxy_options, *prefill_flags))
         transport = ("--kv-transport", "tcp") if fault or machines else ()
         for i in range(decode):
-            self.instances.append(self._instance("decode", 1 + prefill + i, *joins, *transport, *decode_flags))
+            self.instances.append(self._instance("decode", 1 + prefill + i, *options, *transport, *decode_flags))
 
     def _host(self, node: int) -> str:
         return self.machines.addresses[node] if self.machines else "127.0.0.1"
@@ -384,14 +387,14 @@ class Deployment:
         def place() -> AbstractContextManager[None]:
             return self.machines.inside(node) if self.machines else nullcontext()
 
-        made = Instance(role, (*flags, "--host", self._host(node)), place)
-        self._stack.callback(lambda: made.served.kill())
-        return made
+        instance = Instance(role, (*flags, "--host", self._host(node)), place)
+        self._stack.callback(lambda: instance.served.kill())
+        return instance
 
     def __enter__(self) -> Self:
         try:
-            for one in [*self.instances, *self.routers]:
-                one.served.start()
+            for server in [*self.instances, *self.routers]:
+                server.served.start()
         except BaseException:
             self._stack.close()
             raise
@@ -402,115 +405,118 @@ class Deployment:
             for proxy in self.proxies:
                 proxy.close()
             if error[0] is None:
-                for one in [*self.routers, *self.instances]:
-                    one.served.terminate()
-                    assert one.served.ended() == 0, "\n".join(one.served.lines[-50:])
+                for server in [*self.routers, *self.instances]:
+                    server.served.terminate()
+                    assert server.served.ended() == 0, "\n".join(server.served.lines[-50:])
 
-    def of(self, role: str) -> list[Instance]:
-        return [one for one in self.instances if one.role == role]
+    def with_role(self, role: str) -> list[Instance]:
+        return [instance for instance in self.instances if instance.role == role]
 
     @property
     def roots(self) -> list[str]:
-        """Of the routers."""
-        return [one.served.root for one in self.routers]
+        """URLs of the routers."""
+        return [router.served.root for router in self.routers]
 
     async def ready(self) -> None:
-        """Wait until every router uses every instance, and no other is left."""
-        expected = sorted((one.role, "ready") for one in self.instances)
+        """Wait until every router lists exactly these instances, all ready."""
+        expected = sorted((instance.role, "ready") for instance in self.instances)
 
         async def check() -> None:
             async with aiohttp.ClientSession() as session:
                 for root in self.roots:
-                    async with session.get(f"{root}/penstock/instances") as got:
-                        found = [(one["role"], one["state"]) for one in (await got.json())["instances"]]
+                    async with session.get(f"{root}/penstock/instances") as response:
+                        instances = (await response.json())["instances"]
+                    found = [(instance["role"], instance["state"]) for instance in instances]
                     assert sorted(found) == expected, found
 
-        await soon(check)
+        await eventually(check)
 
-    async def settled(self) -> None:
-        """Wait until no instance has a request, a KV block or a slot of the transfer buffer that is not free."""
+    async def wait_until_idle(self) -> None:
+        """Wait until no instance has a request, and all KV blocks and transfer buffer slots are free."""
 
         async def check() -> None:
-            for one in self.instances:
-                found = await page(one.served)
-                left = {name: found[f"penstock:{name}"] for name in KEPT if found[f"penstock:{name}"]}
-                assert not left, (one.role, left)
+            for instance in self.instances:
+                found = await read_metrics(instance.served)
+                left = {name: found[f"penstock:{name}"] for name in IDLE_METRICS if found[f"penstock:{name}"]}
+                assert not left, (instance.role, left)
                 assert found["penstock:kv_blocks"] > 0 < found["penstock:kv_transfer_slots"]
             for router in self.routers:
-                assert not (await page(router.served))["penstock:num_requests_open"]
+                assert not (await read_metrics(router.served))["penstock:num_requests_open"]
 
-        await soon(check)
+        await eventually(check)
 
-    async def counts(self, name: str) -> float:
-        """The sum of a metric over the decode instances."""
-        found: list[float] = [(await page(one.served))[f"penstock:{name}"] for one in self.of("decode")]
-        return sum(found)
+    async def decode_metric(self, name: str) -> float:
+        """Sum of a metric over the decode instances."""
+        return sum([(await read_metrics(each.served))[f"penstock:{name}"] for each in self.with_role("decode")])
 
 
-# --- Rows -------------------------------------------------------------------------------------------------------------
+# --- Faults -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Row:
-    """What became of the requests around a fault."""
+class FaultResult:
+    """Outcomes of the requests before, during and after a fault."""
 
-    heard: list[Heard] = field(default_factory=list)
+    replies: list[Reply] = field(default_factory=list)
     answered: float = 0.0
-    """Seconds from the fault until a request that was sent after it was answered right."""
+    """Seconds from the beginning of the fault until a request sent after it was answered right."""
     repaired: float | None = None
-    """Seconds from the end of the fault, or a kill, until who was struck took part in an answer again."""
+    """Seconds from the end of the fault, or from a kill, until the affected instance took part in an answer again."""
     transfers: float = 0.0
-    """KV transfers that came to a good end meanwhile; those of decode instances that were killed are not counted."""
+    """Number of completed KV transfers, without those of killed decode instances."""
 
     @property
     def counts(self) -> Counter[Outcome]:
-        return Counter(one.outcome for one in self.heard)
+        return Counter(reply.outcome for reply in self.replies)
 
-    def without(self, *outcomes: Outcome) -> None:
-        """Assert that there were none of these, and that nothing was lost or wrong."""
+    def assert_none(self, *outcomes: Outcome) -> None:
+        """Assert that no request had one of these outcomes, or was lost or answered wrongly."""
         bad = {Outcome.LOST, Outcome.WRONG, *outcomes}
-        assert not (found := [one for one in self.heard if one.outcome in bad]), (self.counts, found[:5])
+        found = [reply for reply in self.replies if reply.outcome in bad]
+        assert not found, (self.counts, found[:5])
 
 
 Act = Callable[[], Awaitable[None]]
 
 
-async def right_answers(root: str, asked: Iterable[Question]) -> Right:
-    """What a single instance answers."""
+async def right_answers(root: str, questions: Iterable[Question]) -> Right:
+    """The answers of a single instance."""
     async with Client() as client:
-        return {i: (question, await client.answer(root, question)) for i, question in enumerate(asked)}
+        return {i: (question, await client.answer(root, question)) for i, question in enumerate(questions)}
 
 
 @asynccontextmanager
-async def loaded(deployment: Deployment, right: Right, clients: int, pause: float) -> AsyncIterator[tuple[Load, Row]]:
-    """Clients ask while the context lasts. Afterwards nothing is in use that was free before."""
-    row = Row()
+async def under_load(
+    deployment: Deployment, right: Right, clients: int, pause: float
+) -> AsyncIterator[tuple[Load, FaultResult]]:
+    """Clients send requests while the context lasts; then assert that all resources are released."""
+    result = FaultResult()
     await deployment.ready()
-    warm = Load(deployment.roots, right, clients, pause)  # whoever talks to whom has its connections
-    await warm.right_since(0.0, 3 * clients)
-    await warm.end()
-    await deployment.settled()
-    everyone = [*deployment.routers, *deployment.instances]
-    before = [one.possessions() for one in everyone]
-    completed = await deployment.counts("kv_transfer_completed_total")
+    warm_up = Load(deployment.roots, right, clients, pause)  # opens all connections between servers
+    await warm_up.right_since(0.0, 3 * clients)
+    await warm_up.end()
+    await deployment.wait_until_idle()
+    servers = [*deployment.routers, *deployment.instances]
+    before = [server.count_resources() for server in servers]
+    completed = await deployment.decode_metric("kv_transfer_completed_total")
     load = Load(deployment.roots, right, clients, pause)
     await load.right_since(0.0, clients)
-    yield load, row
+    yield load, result
     await load.right_since(time.monotonic(), clients)
-    row.heard = await load.end()
+    result.replies = await load.end()
     await deployment.ready()
-    await deployment.settled()
-    row.transfers = await deployment.counts("kv_transfer_completed_total") - completed
+    await deployment.wait_until_idle()
+    result.transfers = await deployment.decode_metric("kv_transfer_completed_total") - completed
 
-    async def same() -> None:
-        for one, own in zip(everyone, before, strict=True):
-            grown = one.possessions() - own
-            assert not grown, (one.role, grown)
+    async def no_leaks() -> None:
+        for server, resources in zip(servers, before, strict=True):
+            leaked = server.count_resources() - resources
+            assert not leaked, (server.role, leaked)
 
-    await soon(same)
+    await eventually(no_leaks)
 
 
-async def struck(
+async def run_with_fault(
     deployment: Deployment,
     right: Right,
     victim: Instance | None,
@@ -519,47 +525,47 @@ async def struck(
     lasts: float = 0.0,
     clients: int = 6,
     pause: float = 0.0,
-) -> Row:
-    """A fault under load.
+) -> FaultResult:
+    """Inject a fault under load.
 
     Args:
-        victim: who takes part in nothing while the fault lasts; None where nobody does.
+        victim: server that takes part in no request during the fault; None: all servers do.
         heal: ends the fault.
-        lasts: seconds between the two.
-        clients, pause: as in ``Load``.
+        lasts: seconds between ``fault`` and ``heal``.
+        clients, pause: number of clients, and seconds between two requests of a client (``Load``).
     """
-    async with loaded(deployment, right, clients, pause) as (load, row):
+    async with under_load(deployment, right, clients, pause) as (load, result):
         began = time.monotonic()
         await fault()
         answered = asyncio.create_task(load.probe())
-        await asyncio.sleep(max(lasts, 0.2))  # what the victim said last has been read
+        await asyncio.sleep(max(lasts, 0.2))  # the victim's last log lines have been read
         log = victim.served if victim else None
-        read = len(log.lines) if log else 0
+        num_lines = len(log.lines) if log else 0
         ended = time.monotonic() if heal else began
         if heal:
             await heal()
         if victim:
-            after = read if victim.served is log else 0
+            first_line = num_lines if victim.served is log else 0  # a restarted server has a new log
             await deployment.ready()
             if victim in deployment.instances:
-                await asyncio.to_thread(victim.served.find, TRANSFER, after, 120.0)
-                row.repaired = time.monotonic() - ended
+                await asyncio.to_thread(victim.served.find, TRANSFER, first_line, 120.0)
+                result.repaired = time.monotonic() - ended
             else:
-                row.repaired = await load.right_since(time.monotonic()) - ended
-        row.answered = await answered - began
-    return row
+                result.repaired = await load.right_since(time.monotonic()) - ended
+        result.answered = await answered - began
+    return result
 
 
-async def acting(function: Callable[..., object], *args: object) -> None:
-    """Run what blocks, as an ``Act``."""
+async def in_thread(function: Callable[..., object], *args: object) -> None:
+    """Run a blocking function in a thread (an ``Act``)."""
     await asyncio.to_thread(function, *args)
 
 
-def stop(pid: int) -> None:
+def suspend(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
 
 
-def go_on(pid: int) -> None:
-    """A process that was stopped for long may have been ended."""
+def resume(pid: int) -> None:
+    """Continue a stopped process, unless it was killed meanwhile."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGCONT)

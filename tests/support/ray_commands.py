@@ -18,20 +18,20 @@ from uuid import uuid4
 
 import httpx
 import yaml
-from serving import Logged, free_ports, processes
+from serving import LoggedProcess, free_ports, processes
 
 SERVE = "from ray.serve.scripts import cli; cli()"
 TO_START = 120.0
 
 
-class RayCommand(Logged):
+class RayCommand(LoggedProcess):
     """A command, what it and its processes write, and nothing left of it at the end.
 
     Args:
         url: where its application is served.
     """
 
-    patience = TO_START
+    log_timeout = TO_START
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], url: str = "") -> None:
         self.url = url

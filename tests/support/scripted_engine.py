@@ -93,7 +93,7 @@ class ScriptedServer:
         served_models.add(served, gateway)
         self.body_memory = served_models.body_memory
         self._gateway = gateway
-        self.thinks = self.hides = self.one_call = False
+        self.thinking = self.hide_reasoning = self.single_tool_call = False
         """What a test's requests ask for: thinking, none of it in the answer, one tool call at most."""
         repository = ModelRepository(served_models, ModelManager(served_models, io.BytesIO()))
         storage = open_storage(Configuration(server=server_options), served_models)

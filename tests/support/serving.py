@@ -29,8 +29,8 @@ from penstock.cli.main import main
 
 READY = r"ready: (.+) at (http[^\s\"]+)"
 SERVE = (sys.executable, "-m", "penstock.cli.main", "serve")
-TO_START = 60.0
-TO_STOP = 60.0
+START_TIMEOUT = 60.0
+STOP_TIMEOUT = 60.0
 MODULES = {
     "penstock.serve.process.api_process": "api",
     "penstock.engine.service.server": "engine",
@@ -48,10 +48,10 @@ for call in (
     inspect.unwrap(call).__kwdefaults__["verify"] = CERTIFICATES
 
 
-class Logged:
+class LoggedProcess:
     """A process whose log is read, line by line, while it runs."""
 
-    patience = 60.0
+    log_timeout = 60.0
     """Seconds that ``find`` waits where nothing else is said."""
 
     def __init__(self, log: IO[bytes]) -> None:
@@ -64,7 +64,7 @@ class Logged:
 
     def find(self, pattern: str, after: int = 0, limit: float | None = None) -> re.Match[str]:
         """Wait until a line of the log has ``pattern``, from line ``after`` on."""
-        deadline = time.monotonic() + (self.patience if limit is None else limit)
+        deadline = time.monotonic() + (self.log_timeout if limit is None else limit)
         with self._more:
             while True:
                 for line in self.lines[after:]:
@@ -88,7 +88,7 @@ class Logged:
             self._more.notify_all()
 
 
-class Served(Logged):
+class Served(LoggedProcess):
     """A server on a free port. Leaving stops it with SIGTERM: then its status is 0 and no process is left of it.
 
     Args:
@@ -120,12 +120,12 @@ class Served(Logged):
 
     def start(self) -> None:
         """Wait until it says that it is ready."""
-        self.name, self.url = self.find(READY, limit=TO_START).groups()
+        self.name, self.url = self.find(READY, limit=START_TIMEOUT).groups()
 
     def _welcome(self) -> None:
         """Wait until ``/ready`` says so, too, in every process: connections go to any."""
         context = ssl._create_unverified_context()
-        deadline, good = time.monotonic() + TO_START, 0
+        deadline, good = time.monotonic() + START_TIMEOUT, 0
         while good < 4 * len(self.pids["api"]):
             try:
                 urllib.request.urlopen(f"{self.root}/ready", context=context).close()
@@ -175,10 +175,10 @@ class Served(Logged):
             assert time.monotonic() < deadline, f"{module} does not run"
         os.killpg(self.pid, signal.SIGINT)
 
-    def ended(self, limit: float = TO_STOP) -> int:
+    def ended(self, limit: float = STOP_TIMEOUT) -> int:
         """Wait for its end; its exit status. No process may be left of it."""
         status = self._process.wait(limit)
-        deadline = time.monotonic() + TO_STOP
+        deadline = time.monotonic() + STOP_TIMEOUT
         while (left := processes(self.pid)) and time.monotonic() < deadline:
             time.sleep(0.01)  # whose parent was killed die by themselves, and tell nobody
         assert not left, [_file(pid, "cmdline") for pid in left]
@@ -193,7 +193,7 @@ class Served(Logged):
         self.close_log()
 
 
-class Said(NamedTuple):
+class CommandResult(NamedTuple):
     """What a command said."""
 
     returncode: object
@@ -201,7 +201,7 @@ class Said(NamedTuple):
     stderr: str
 
 
-def within(command: Callable[[list[str]], int], *arguments: str) -> Said:
+def run_in_process(command: Callable[[list[str]], int], *arguments: str) -> CommandResult:
     """Run a command within this process, whose logging stays as it was; a process of its own would first import, in a
     quarter of a second, what is here already."""
     root, out, err = logging.getLogger(), io.StringIO(), io.StringIO()
@@ -215,12 +215,12 @@ def within(command: Callable[[list[str]], int], *arguments: str) -> Said:
     finally:
         root.handlers = handlers
         root.setLevel(level)
-    return Said(status, out.getvalue(), err.getvalue())
+    return CommandResult(status, out.getvalue(), err.getvalue())
 
 
-def refused(*arguments: str) -> str:
+def usage_error(*arguments: str) -> str:
     """What ``penstock serve`` says where something is wrong that it finds before it starts any process."""
-    said = within(main, "serve", *arguments)
+    said = run_in_process(main, "serve", *arguments)
     assert said.returncode == 2, said
     return said.stderr
 
@@ -267,7 +267,7 @@ def descendants(pid: int) -> list[int]:
     return [*found, *(one for child in found for one in descendants(child))]
 
 
-def workers_of(pid: int) -> dict[str, int]:
+def worker_pids(pid: int) -> dict[str, int]:
     """Process id of each worker that a process has started or let start, by its name."""
     named = {_file(child, "comm").strip(): child for child in descendants(pid)}
     return {name: child for name, child in named.items() if name.startswith("penstock-rank")}
@@ -285,7 +285,7 @@ def free_ports(count: int) -> list[int]:
     raise OSError(f"fewer than {count} free ports among 200")
 
 
-def belongings(pid: int) -> tuple[int, int]:
+def count_files_and_threads(pid: int) -> tuple[int, int]:
     """How many files and threads a process has."""
     folder = Path("/proc") / str(pid)
     return len(list((folder / "fd").iterdir())), len(list((folder / "task").iterdir()))

@@ -12,7 +12,7 @@ from penstock import demo
 from penstock.cli.main import main
 
 
-def programs(folder: Path) -> Path:
+def write_programs(folder: Path) -> Path:
     """A folder for the search path, made here: ``python``, ``penstock``, and what ``penstock shims`` writes."""
     assert main(["shims", str(folder)]) == 0
     calls = {"python": "", "python3": "", "penstock": "-m penstock.cli.main"}
@@ -31,7 +31,7 @@ class Shell:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.programs = programs(folder / "bin")
+        self.programs = write_programs(folder / "bin")
         self.environment = {"PATH": f"{self.programs}:{os.environ['PATH']}"}
 
     def run(self, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -44,7 +44,7 @@ class Shell:
             timeout=120,
         )
 
-    def says(self, script: str, **environment: str) -> str:
+    def output_of(self, script: str, **environment: str) -> str:
         """What a script that succeeds prints."""
         ran = self.run(script, **environment)
         assert ran.returncode == 0, ran.stderr
@@ -55,7 +55,7 @@ class Shell:
         return ["bash", "-c", f'cd "{self.folder}"\n{script.rstrip()} "$@"', "bash"]
 
 
-def longer(folder: Path, context: int) -> Path:
+def with_context_length(folder: Path, context: int) -> Path:
     """The model in the box with a longer context, as documents ask for."""
     folder.mkdir()
     for file in demo.CHAT.iterdir():

@@ -58,7 +58,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._terminal, text.encode())
 
-    def see(self, wanted: Callable[[str], bool]) -> str:
+    def wait_for(self, wanted: Callable[[str], bool]) -> str:
         """Wait until the screen is so; what is on it."""
         deadline = time.monotonic() + 60
         while not wanted(shown := "\n".join(self.screen.display)):
@@ -72,7 +72,7 @@ class Terminal:
         os.close(self._terminal)
 
 
-def picture(screen: pyte.Screen) -> str:
+def render_svg(screen: pyte.Screen) -> str:
     """What is on it, with colours and bold letters, without empty lines at its end."""
     rows = len("\n".join(screen.display).rstrip().splitlines())
     width, height = screen.columns * WIDTH + 2 * MARGIN, rows * HEIGHT + 2 * MARGIN

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import openai
 import pytest
-from asking import ask
 from checkpoints import save
 from families import SIZES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from openai_chats import ask
 from serving import Served
 from test_reading import cut, read
 from transformers import GptOssConfig

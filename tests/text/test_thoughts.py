@@ -12,8 +12,8 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from asking import PLAIN, THINK, Told
-from asking import ask as ask_about
+from openai_chats import PLAIN_TEMPLATE, THINK, ChatResult
+from openai_chats import ask as ask_about
 from serving import Served, Servers
 
 from penstock import LLM, GuidedDecodingParams, PenstockError, SamplingParams, demo
@@ -35,7 +35,7 @@ def client(server: Served) -> openai.OpenAI:
     return openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
 
 
-def ask(client: openai.OpenAI, stream: bool, messages: Any = SUM, **fields: Any) -> Told:
+def ask(client: openai.OpenAI, stream: bool, messages: Any = SUM, **fields: Any) -> ChatResult:
     return ask_about(client, stream, messages, **fields)
 
 
@@ -112,7 +112,7 @@ def test_an_unfinished_thought_is_no_content(client: openai.OpenAI, stream: bool
 
 
 def test_a_thought_can_be_gone_on_with() -> None:
-    llm = LLM(num_gpu_blocks_override=200, chat_template=PLAIN.replace("TEACHES", "</think>"))
+    llm = LLM(num_gpu_blocks_override=200, chat_template=PLAIN_TEMPLATE.replace("TEACHES", "</think>"))
     begun = {"role": "assistant", "content": "<think>\n12 + 34 = 46"}
     options = {"add_generation_prompt": False, "continue_final_message": True, "use_tqdm": False}
     (output,) = llm.chat([*SUM, begun], SamplingParams(temperature=0, max_tokens=60), **options)
