@@ -310,7 +310,7 @@ def test_ranks_stages_and_a_prefill_engine(checkpoint: Path, secret: str) -> Non
 def test_a_step_exports(checkpoint: Path) -> None:
     for name in ("cpu", "reference"):
         for quantization in ("", "int8"):
-            test_kv_export.test_a_step_exports(checkpoint, backend(CPU, name), quantization)
+            test_kv_export.test_imported_kv_gives_same_hidden_states(checkpoint, backend(CPU, name), quantization)
 
 
 def test_the_plan_is_what_the_engine_has(checkpoint: Path) -> None:
