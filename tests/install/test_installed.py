@@ -224,7 +224,7 @@ def test_models_are_downloaded_from_a_hub(clean: Clean, tmp_path: Path) -> None:
         client = Client(hub.url, tmp_path, clean.python)
         hub.breaks = [(100_000, "reset")]
         assert contents(client.resolve()) == WANTED
-        assert len(hub.ranges) == 2 and "reset" in client.said
+        assert len(hub.ranges) == 2 and "reset" in client.stderr
         assert client.ask("org/nothing")["code"] == "not_found"
         assert "gated" in client.ask("org/gated")["message"]
         hub.stop()

@@ -71,8 +71,8 @@ CPU = torch.device("cpu")
 
 # What every family passes, and every layout of a KV cache.
 ops = test_models.ops
-test_scores_and_greedy_tokens = test_models.test_scores_and_greedy_tokens
-test_bfloat16_is_no_worse_than_the_librarys = test_models.test_bfloat16_is_no_worse_than_the_librarys
+test_logprobs_and_greedy_tokens_match_transformers = test_models.test_logprobs_and_greedy_tokens_match_transformers
+test_bfloat16_error_is_near_that_of_transformers = test_models.test_bfloat16_error_is_near_that_of_transformers
 export_ops = test_kv_export.ops
 secret = test_prefill_decode.secret
 
@@ -333,7 +333,7 @@ def test_quantized_checkpoints(kind: str, tmp_path: Path) -> None:
     sizes = LATENT | {"num_hidden_layers": 2, "q_lora_rank": 32, "qk_nope_head_dim": 16, "v_head_dim": 32}
     model = quantize(tmp_path, KINDS_OF_CHECKPOINTS[kind], DeepseekV3Config(**sizes | {"vocab_size": 320}))
     llm = LLM(tmp_path, ops="cpu", dtype="float32", block_size=16, num_gpu_blocks_override=50)
-    test_models.test_scores_and_greedy_tokens((llm, model))
+    test_models.test_logprobs_and_greedy_tokens_match_transformers((llm, model))
 
 
 @pytest.mark.parametrize("knowing", [True, False])
