@@ -42,7 +42,7 @@ def test_unavailable_instruction_set_is_refused_in_one_line(monkeypatch: pytest.
     ]
     for name in set(kernels.BUILT) - set(kernels.MACHINE):
         monkeypatch.setenv("PENSTOCK_ISA", name)
-        with pytest.raises(PenstockError, match=f"this processor does not run {name}, but portable"):
+        with pytest.raises(PenstockError, match=f"this processor does not support {name}; it supports portable"):
             native.set_up()
 
 
