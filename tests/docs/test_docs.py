@@ -1,7 +1,7 @@
 """The code in the documentation runs, and prints the documented output.
 
-- All Python blocks run. In features.md and the cookbook, shell blocks (``sh``) followed by a ``text`` block run, too;
-  the ``text`` block is the expected output.
+- All Python blocks run. In README.md, features.md and the cookbook, shell blocks (``sh``) followed by a ``text`` block
+  run, too; the ``text`` block is the expected output.
 - http://127.0.0.1:8000 is a server with the options of the last ``penstock serve`` above.
 - Models of the hub, of packages or of /models are replaced with the built-in model, or on some pages with a vision or
   speech model of tests/support.
@@ -103,7 +103,7 @@ def flags_of(command: list[str]) -> tuple[str, ...]:
 
 def examples(page: Path) -> list[Example]:
     found, flags = [], ()
-    runs_shell = page.name == "features.md" or page.parent.name == "cookbook"
+    runs_shell = page.name in ("README.md", "features.md") or page.parent.name == "cookbook"
     for (language, code), (next_language, next_text) in pairwise([*blocks(page), ("", "")]):
         if language == "sh":
             flags = next((flags_of(command) for command in commands(code) if command[0] == "serve"), flags)
@@ -113,7 +113,7 @@ def examples(page: Path) -> list[Example]:
     return found
 
 
-PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "zh" not in page.parts]
+PAGES = [ROOT / "README.md", *(page for page in sorted(DOCS.rglob("*.md")) if "zh" not in page.parts)]
 EXAMPLES = [example for page in PAGES for example in examples(page)]
 
 
@@ -200,8 +200,8 @@ def test_code_blocks_are_in_tested_languages() -> None:
 
 
 DOCUMENTED_COMMANDS = [
-    (page.relative_to(DOCS).as_posix(), command)
-    for page in sorted(DOCS.rglob("*.md"))
+    (page.relative_to(ROOT).as_posix(), command)
+    for page in sorted([*ROOT.glob("README*.md"), *DOCS.rglob("*.md")])
     for language, text in blocks(page)
     if language == "sh"
     for command in commands(text)
@@ -216,7 +216,9 @@ def test_documented_commands_are_parsed(page: str, capsys: pytest.CaptureFixture
                 continue  # its options depend on the folder
             try:
                 parse(command)
-            except SystemExit:
+            except SystemExit as result:
+                if result.code == 0:  # --help
+                    continue
                 pytest.fail(f"{page}: penstock {' '.join(command)}: {capsys.readouterr().err}")
 
 
