@@ -369,8 +369,8 @@ FLOAT32_ROUTERS = {name: CONFIGS[name] for name in ("ernie-4.5", "glm-4.5", "min
 
 @pytest.mark.parametrize(("config", "ops"), [*((name, "cpu") for name in FLOAT32_ROUTERS), ("ernie-4.5", "reference")])
 def test_routers_of_bfloat16_model_compute_in_float32(config: str, ops: str, tmp_path: Path) -> None:
-    """Families whose routers are in float32 in transformers or, for MiniMax-M2, in the publisher's code. They choose the
-    same experts as the model in float32."""
+    """Families whose routers are in float32 in transformers or, for MiniMax-M2, in the publisher's code. They choose
+    the same experts as the model in float32."""
     model = save(FLOAT32_ROUTERS[config], tmp_path)
     equalize_routers(model)
     model.save_pretrained(tmp_path)
@@ -467,7 +467,7 @@ def test_experts_stored_in_one_tensor_compute_the_same_bits(tmp_path: Path) -> N
 
 
 def test_gptq_calibrates_each_expert_on_its_inputs(tmp_path: Path) -> None:
-    """GPTQ's error is less than that of rounding. Routers are not quantized; experts that no token chooses are rounded."""
+    """GPTQ's error is below that of rounding. Routers are not quantized; experts that no token chooses are rounded."""
     sizes = SMALL | {"vocab_size": 3584}
     save(Qwen3MoeConfig(**sizes, **SPARSE, num_local_experts=24, sliding_window=None), tmp_path / "model")
     texts = tmp_path / "texts.txt"

@@ -115,8 +115,8 @@ def test_block_sizes_and_names_equal_llama_cpp() -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_model_of_mixed_types_matches_transformers(name: str, tmp_path: Path) -> None:
-    """transformers runs the weights that llama.cpp's library dequantizes. Log probabilities and greedy tokens in float32;
-    in bfloat16, where the kernels multiply integers, an error near that of transformers."""
+    """transformers runs the weights that llama.cpp's library dequantizes. Compares log probabilities and greedy tokens
+    in float32, and the error in bfloat16, where the kernels multiply integers."""
     save(CONFIGS[name], tmp_path)
     kinds = cycle([*QUANTIZED, "F32", "F16", "BF16"])
     stored = write_gguf(tmp_path, tmp_path / "small.gguf", lambda name: next(kinds))
@@ -150,7 +150,7 @@ def test_model_of_mixed_types_matches_transformers(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("config", [LlamaConfig(**WORDY), Qwen2Config(**WORDY), Qwen3Config(**WORDY)])
-def test_config_and_weights_equal_those_read_by_transformers(config: PreTrainedConfig, tmp_path: Path) -> None:
+def test_config_and_weights_are_read_as_by_transformers(config: PreTrainedConfig, tmp_path: Path) -> None:
     """transformers implements the format independently."""
     save(config, tmp_path)
     write_gguf(tmp_path, tmp_path / "small.gguf", lambda name: "Q8_0")
@@ -548,9 +548,9 @@ def test_long_piece_of_a_bpe_model_is_refused(tmp_path: Path) -> None:
 
 def test_unknown_pre_tokenizer_is_refused(tmp_path: Path) -> None:
     def other(writer: GGUFWriter) -> None:
-        add_tokenizer(writer, demo.CHAT, "somebody-s-stored_json")
+        add_tokenizer(writer, demo.CHAT, "unknown")
 
-    with pytest.raises(PenstockError, match=r"has the pre-tokenizer 'somebody-s-stored_json'; supported: llama-bpe, "):
+    with pytest.raises(PenstockError, match=r"has the pre-tokenizer 'unknown'; supported: llama-bpe, "):
         resolve(tokenizer_file(tmp_path, other))
 
 

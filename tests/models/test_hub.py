@@ -64,9 +64,9 @@ except PenstockError as error:
 class Hub(ThreadingHTTPServer):
     """A hub with the models ``org/chat`` and ``org/gated``, the latter for the token ``opens`` only.
 
-    ``breaks`` lists the failures of the next transfers of weights: the number of bytes sent before, and "reset", "close",
-    "stall", "garble" (wrong bytes), "more" (excess bytes), or a status with the value of ``Retry-After``. ``fills`` is a
-    file that is written until its disk is full, before weights are sent.
+    ``breaks`` lists the failures of the next transfers of weights: the number of bytes sent before, and "reset",
+    "close", "stall", "garble" (wrong bytes), "more" (excess bytes), or a status with the value of ``Retry-After``.
+    ``fills`` is a file that is written until its disk is full, before weights are sent.
     """
 
     daemon_threads = True

@@ -315,7 +315,7 @@ def test_step_exports_latent_vectors(checkpoint: Path) -> None:
             test_kv_export.test_a_step_exports(checkpoint, backend(CPU, name), quantization)
 
 
-def test_planned_kv_and_weight_bytes_equal_those_of_the_model(checkpoint: Path) -> None:
+def test_planned_kv_and_weight_bytes_equal_the_model(checkpoint: Path) -> None:
     """Bytes per token, and of weights. The absorbed matrix is not quantized."""
     config = read_config(checkpoint)
     model = load_model(checkpoint, backend(CPU, "reference"), LoadOptions(dtype=torch.bfloat16))
