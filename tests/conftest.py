@@ -1,10 +1,10 @@
-"""What the tests share: the shipped checkpoints, each loaded once."""
+"""Fixtures shared by all tests, order of the test files, and processor cores of pytest-xdist processes."""
 
 from __future__ import annotations
 
 import os
 
-os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: the CUDA kernels are interpreted on the CPU
+os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: the CUDA kernels are interpreted on the CPU
 
 import gc
 import inspect
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from evaluate import Local
     from transformers import PreTrainedTokenizerFast
 
-LONG = (
+SLOWEST_FIRST = (
     "cuda_compile installed portable storm exactness ranks guided ops server several_models attacks router "
     "cuda_engine cuda_matrix nodes images prefill_decode kv_offloading downloads latent_attention experts web "
     "stored_responses speculative_heads hub speech server_schema vision_families gguf async_llm "
@@ -35,19 +35,19 @@ LONG = (
     "executors videos site search chat docs paddlenlp storage_limits transformers_models family_features embed "
     "thoughts scheduler rerank responses seed_vllm chat_prompts cuda_experts pd_hosts kserve ray paddlenlp_server"
 ).split()
-"""Files that take longest are begun first, so that no process is left with one of them when the others are done."""
+"""Test files that take longest. They run first, so that no process runs one of them after the others have finished."""
 
 
 EVERY_CORE = frozenset(os.sched_getaffinity(0))
 """Cores that the whole run may use."""
 
 
-gc.disable()  # until all is imported and collected
+gc.disable()  # until everything is imported and collected
 
 
 def pytest_collection_finish() -> None:
     gc.collect()
-    gc.freeze()  # so that collections need not visit what transformers and pytest have made
+    gc.freeze()  # garbage collections skip the objects of transformers and pytest
     gc.enable()
 
 
@@ -65,8 +65,8 @@ def pytest_pyfunc_call() -> Generator[None, object, object]:
 
 @contextmanager
 def _environment_unchanged() -> Iterator[None]:
-    """Without the variable that pytest sets anew for each test: a fork server serves an environment, and importing
-    PyTorch for each test takes a second."""
+    """Remove the variable that pytest changes for each test. A fork server is reused only for the same environment, and
+    a new one takes a second to import PyTorch."""
     current = os.environ.pop("PYTEST_CURRENT_TEST", None)
     try:
         yield
@@ -76,20 +76,20 @@ def _environment_unchanged() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.option.loadscopereorder = False  # of xdist, which begins with the files of most tests
+    config.option.loadscopereorder = False  # pytest-xdist: do not sort the files by number of tests
     _share_cores()
     executors.set_default()
-    # A server compiles its modules anew each time it starts where Python may not keep what it has compiled.
+    # Without bytecode files every server would compile all its modules.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    # A shell ignores Ctrl-C for what it runs in the background; child processes would inherit that.
+    # A shell ignores SIGINT in background jobs; child processes would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _share_cores() -> None:
-    """Give each process of pytest-xdist cores of its own, which the servers it starts inherit: kernels take as many
-    threads as there are cores, and threads of two engines on one core wait for each other."""
+    """Give each process of pytest-xdist separate cores, which its servers inherit. Kernels use one thread per core, and
+    threads of two engines on one core would wait for each other."""
     count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     cores = sorted(EVERY_CORE)
@@ -97,21 +97,21 @@ def _share_cores() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    names = {name: place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: names.get(item.path.stem.removeprefix("test_"), len(LONG)))
+    ranks = {name: rank for rank, name in enumerate(SLOWEST_FIRST)}
+    items.sort(key=lambda item: ranks.get(item.path.stem.removeprefix("test_"), len(SLOWEST_FIRST)))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Weights of tests are not kept among the user's."""
+    """Use a temporary cache folder instead of the user's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
-def patience() -> Iterator[None]:
-    """httpx waits for 60 seconds where a test says nothing else: a busy machine takes longer than its own 5."""
+def httpx_timeout() -> Iterator[None]:
+    """Set httpx's default timeout to 60 s: a busy machine can take longer than the usual 5 s."""
     calls = (httpx.request, httpx.stream, httpx.get, httpx.options, httpx.head, httpx.post, httpx.put, httpx.delete)
     with pytest.MonkeyPatch.context() as patch:
         for call in (*calls, httpx.Client.__init__, httpx.AsyncClient.__init__):
@@ -121,7 +121,7 @@ def patience() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def log() -> Iterator[None]:
-    """The log of commands that run within a test's process ends with the test."""
+    """Restore the logging configuration after commands that run in the test's process."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     yield
@@ -138,11 +138,11 @@ def servers() -> Iterator[Servers]:
 
 @pytest.fixture
 def every_core() -> Iterator[None]:
-    """For tests of what happens on several cores: processes that are started here may use all of them."""
-    own = os.sched_getaffinity(0)
+    """Let the processes that a test starts use all cores."""
+    previous = os.sched_getaffinity(0)
     os.sched_setaffinity(0, EVERY_CORE)
     yield
-    os.sched_setaffinity(0, own)
+    os.sched_setaffinity(0, previous)
 
 
 @pytest.fixture(scope="session")

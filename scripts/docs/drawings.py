@@ -1,4 +1,4 @@
-"""Drawings of docs/architecture.md as SVG: ``python scripts/docs drawings`` writes them to docs/architecture/.
+"""Drawings of docs/architecture as SVG: ``python scripts/docs drawings`` writes them there.
 
 The drawing of packages is generated from import-linter's layers in pyproject.toml. The other drawings are defined here:
 boxes on a grid, and arrows between their edges.
@@ -105,7 +105,7 @@ def write_drawings() -> None:
 def layers() -> list[list[str]]:
     """Packages of each layer, the highest first."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    found = next(one["layers"] for one in contracts if one.get("containers") == ["penstock"])
+    found = next(contract["layers"] for contract in contracts if contract.get("containers") == ["penstock"])
     return [[name.strip() for name in layer.split("|")] for layer in found]
 
 

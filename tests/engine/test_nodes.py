@@ -29,7 +29,7 @@ from checkpoints import SMALL, save
 from namespaces import Namespaces
 from serving import Served, worker_pids
 from test_downloads import Command
-from test_executors import lost, request, run
+from test_executors import lose_worker, request, run
 from test_hub import NEW, Hub
 from test_ranks import HEADS, OPTIONS, Failing, Grid, parallel, ranks, results, tokens
 from test_ranks import checkpoint as checkpoint  # the fixture
@@ -263,7 +263,7 @@ def test_a_node_that_is_lost_is_named_and_comes_back(machines: Namespaces, check
                 assert tokens(engine, 4) == expected
                 pids = engine._executor.pids  # type: ignore[attr-defined]
                 begun = time.monotonic()
-                message = lost(engine, lambda: fail(served, pids))  # noqa: B023
+                message = lose_worker(engine, lambda: fail(served, pids))  # noqa: B023
                 assert time.monotonic() - begun < 3 * TIMEOUT
                 assert re.search(words.format(*pids), message), message
                 if fail is cut:
@@ -314,7 +314,7 @@ def test_nodes_that_lose_each_other_end_the_engine(machines: Namespaces, checkpo
             with closing(engine_on(machines, options)) as engine:
                 assert tokens(engine, 1)
                 begun = time.monotonic()
-                message = lost(engine, lambda: machines.separate(1, 2))
+                message = lose_worker(engine, lambda: machines.separate(1, 2))
                 assert time.monotonic() - begun < 3 * TIMEOUT
                 assert re.search("rank [12] .* of node [12] .* has not answered in time", message), message
             words = "a node was lost while ranks were started: node 2 .*: node 1 at 10.0.0.2:[0-9]+ cannot be reached"

@@ -26,7 +26,7 @@ from checkpoints import SMALL, save
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from serving import worker_pids
-from test_executors import lost, request, run
+from test_executors import lose_worker, request, run
 from test_speculation import with_head
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -174,7 +174,7 @@ def ranks(checkpoint: Path, grid: Grid = (2, 1), **options: Any) -> Iterator[tup
 @pytest.mark.parametrize(("grid", "rank"), [((2, 1), 1), ((1, 2), 0)])
 def test_a_rank_that_is_killed_is_named_and_ends_all(checkpoint: Path, grid: Grid, rank: int) -> None:
     with ranks(checkpoint, grid) as (engine, pids):
-        message = lost(engine, lambda: os.kill(pids[rank], signal.SIGKILL))
+        message = lose_worker(engine, lambda: os.kill(pids[rank], signal.SIGKILL))
         assert f"the worker of rank {rank} (process {pids[rank]}) ended: killed by SIGKILL" in message
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
@@ -182,7 +182,7 @@ def test_a_rank_that_is_killed_is_named_and_ends_all(checkpoint: Path, grid: Gri
 @pytest.mark.parametrize(("grid", "rank"), [((2, 1), 1), ((1, 2), 0), ((1, 2), 1)])
 def test_a_rank_that_hangs_is_named_and_ends_all(checkpoint: Path, grid: Grid, rank: int) -> None:
     with ranks(checkpoint, grid, engine_iteration_timeout=2.0) as (engine, pids):
-        message = lost(engine, lambda: os.kill(pids[rank], signal.SIGSTOP))
+        message = lose_worker(engine, lambda: os.kill(pids[rank], signal.SIGSTOP))
         assert f"the worker of rank {rank} (process {pids[rank]}) has not answered in time" in message
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 

@@ -22,7 +22,7 @@ from peft import LoraConfig, get_peft_model
 from quantized import KINDS as KINDS_OF_CHECKPOINTS
 from quantized import quantize
 from test_exactness import ADAPTERS, answers, draw_engine, draw_request, run, start
-from test_ops import DTYPES, KEPT, NAMES, close, cpu, draw_batch, kernels, randn, seeds
+from test_ops import DTYPES, KV_QUANTIZATIONS, NAMES, assert_close, cpu, draw_batch, kernels, randn, seeds
 from test_speculation import check_heads, with_head
 from torch import Tensor
 from transformers import DeepseekV2Config, DeepseekV3Config, PreTrainedConfig
@@ -150,7 +150,7 @@ def test_latent_attention_matches_reference(seed: int) -> None:
     """A row alone, in blocks of another size, has the same bits as in the batch."""
     rng = Random(seed)
     dtype, block_size, heads = rng.choice(DTYPES), 16 * rng.randint(1, 5), rng.randint(1, 40)
-    spec, rope = draw_spec(rng, dtype, block_size, rng.choice(KEPT))
+    spec, rope = draw_spec(rng, dtype, block_size, rng.choice(KV_QUANTIZATIONS))
     batch, tokens, blocks = draw_batch(rng, block_size, rng.randint(1, 3))
     ours, theirs = (ops.new_kv_cache([spec], blocks, CPU)[0] for ops in (cpu, reference))
     other = cpu.new_kv_cache([replace(spec, block_size=64)], 3, CPU)[0]
@@ -179,7 +179,7 @@ def test_latent_attention_matches_reference(seed: int) -> None:
         error = (got - expected).float()
         assert error.square().mean() < 4e-4 * expected.float().square().mean()
     else:
-        close(got, expected.contiguous())
+        assert_close(got, expected.contiguous())
     for row, result in rows:
         assert torch.equal(result, got[row])
 
@@ -191,7 +191,7 @@ def test_latent_attention_does_not_depend_on_the_number_of_threads(seed: int) ->
     """Long sequences, whose positions the threads share; a row alone has the same bits, too."""
     rng = Random(seed)
     dtype, heads, new = rng.choice(DTYPES), rng.choice((4, 16, 50)), rng.choice((1, 1, 30))
-    spec, rope = draw_spec(rng, dtype, 64, rng.choice(KEPT))
+    spec, rope = draw_spec(rng, dtype, 64, rng.choice(KV_QUANTIZATIONS))
     lengths = [rng.randint(new, 1700) for _ in range(rng.choice((1, 1, 2)))]
     ours, theirs = (ops.new_kv_cache([spec], 27 * len(lengths), CPU)[0] for ops in (cpu, reference))
     tables = torch.randperm(27 * len(lengths)).int().view(-1, 27)
@@ -230,7 +230,7 @@ def test_linear_by_head_and_latent_rope_match_reference(seed: int) -> None:
     x = randn(seed + 1, tokens, heads, inputs + 7, dtype=dtype)[..., 3 : 3 + inputs]
     packed, out = cpu.pack_by_head(weight), torch.full((tokens, heads, outputs + 5), 7, dtype=dtype)
     got = cpu.linear_by_head(x, packed, out[..., 2 : 2 + outputs])
-    close(got, reference.linear_by_head(x, reference.pack_by_head(weight)), 5)
+    assert_close(got, reference.linear_by_head(x, reference.pack_by_head(weight)), 5)
     assert (out[..., :2] == 7).all()
     assert (out[..., 2 + outputs :] == 7).all()
     cut = rng.randint(1, tokens - 1)
@@ -238,7 +238,7 @@ def test_linear_by_head_and_latent_rope_match_reference(seed: int) -> None:
     assert torch.equal(got, parts)
 
     rope, latent, pairs = 2 * rng.choice((8, 16)), 16 * rng.randint(1, 3), rng.random() < 0.5
-    spec = KVSpec(1, latent + rope, NAMES[dtype], 16, rng.choice(KEPT), latent=latent)
+    spec = KVSpec(1, latent + rope, NAMES[dtype], 16, rng.choice(KV_QUANTIZATIONS), latent=latent)
     q, down = (
         randn(seed + 2, tokens, heads, rope + 8, dtype=dtype)[..., 8:],
         randn(seed, tokens, 64 + rope, dtype=dtype),
@@ -260,9 +260,9 @@ def test_linear_by_head_and_latent_rope_match_reference(seed: int) -> None:
         ops.export_kv(again, slots, copy, slots, layout)
         assert torch.equal(buffer, copy)
         buffers.append((rotated[..., 4:].contiguous(), buffer))
-    close(buffers[0][0], buffers[1][0], 3)
+    assert_close(buffers[0][0], buffers[1][0], 3)
     if dtype is torch.bfloat16 and not spec.quantization:
-        close(*(buffer.view(dtype) for _, buffer in buffers))
+        assert_close(*(buffer.view(dtype) for _, buffer in buffers))
 
 
 def test_unsupported_vector_size_is_refused() -> None:
@@ -312,7 +312,7 @@ def test_ranks_stages_and_prefill_engine_answer_as_one_rank(checkpoint: Path, se
 def test_step_exports_latent_vectors(checkpoint: Path) -> None:
     for name in ("cpu", "reference"):
         for quantization in ("", "int8"):
-            test_kv_export.test_a_step_exports(checkpoint, backend(CPU, name), quantization)
+            test_kv_export.test_imported_kv_gives_same_hidden_states(checkpoint, backend(CPU, name), quantization)
 
 
 def test_planned_kv_and_weight_bytes_equal_the_model(checkpoint: Path) -> None:

@@ -1,4 +1,4 @@
-"""Who may call a route: pages of other sites, DNS rebinding, administrative keys, what API keys share."""
+"""Access to routes: cross-site requests, DNS rebinding, admin API keys, and separation of API keys."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ OPEN = {
         for rest in ("", "/config", "/ready", "/stats", "/infer", "/generate", "/generate_stream")
     ),
 }
-"""Paths that pages of other sites may call; every other one is private, or changes the server."""
+"""Paths that pages of other sites may call. All others are private or change the server."""
 
 
 @pytest.fixture(scope="module")
 def served(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    """Every optional route is there, and no API key."""
+    """Server with every optional route and without API keys."""
     folder = str(tmp_path_factory.mktemp("kept"))
     flags = ("--server-dev-mode", "--allow-runtime-lora-updating", "--enable-lora", "--storage-dir", folder)
     return servers.get("--num-gpu-blocks-override", "200", *flags, "--allowed-origins", "*,https://friend.example")
@@ -57,18 +57,18 @@ def served(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Served
 
 @pytest.fixture(scope="module")
 def client(served: Served) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=served.root, timeout=60) as found:
-        yield found
+    with httpx.Client(base_url=served.root, timeout=60) as http_client:
+        yield http_client
 
 
 @pytest.fixture(scope="module")
 def operations(client: httpx.Client) -> list[tuple[str, str]]:
     paths = client.get("/openapi.json").json()["paths"]
-    return [(method.upper(), path) for path, found in paths.items() for method in found]
+    return [(method.upper(), path) for path, methods in paths.items() for method in methods]
 
 
 def ask(client: httpx.Client, method: str, path: str, **headers: str) -> httpx.Response:
-    """As a page does without a preflight request."""
+    """Send a request that a page could send without a preflight request."""
     with client.stream(
         method,
         re.sub(r"\{\w+\}", "nothing", path),
@@ -87,20 +87,20 @@ def is_refused(answer: httpx.Response) -> bool:
 FOREIGN: dict[str, dict[str, str]] = {
     "another origin": {"origin": "https://evil.example"},
     "an opaque origin": {"origin": "null"},
-    "an origin that is no URL": {"origin": "http://[127.0.0.1:PORT"},
+    "an origin that is not a URL": {"origin": "http://[127.0.0.1:PORT"},
     "another port": {"origin": "http://127.0.0.1:1"},
-    "an origin that begins alike": {"origin": "http://127.0.0.1:PORT.evil.example"},
-    "a form of another site": {"sec_fetch_site": "cross-site", "user_agent": BROWSER},
+    "an origin with the same prefix": {"origin": "http://127.0.0.1:PORT.evil.example"},
+    "a form on another site": {"sec_fetch_site": "cross-site", "user_agent": BROWSER},
     "a page on another port": {"sec_fetch_site": "same-site", "user_agent": BROWSER},
     "a rebound name": {"host": "evil.example:PORT", "origin": "http://evil.example:PORT"},
     "a rebound name without an origin": {"host": "evil.example:PORT", "user_agent": BROWSER},
     "a rebound name with digits": {"host": "127.0.0.1.evil.example:PORT", "user_agent": BROWSER},
     "no name": {"host": "", "user_agent": BROWSER},
 }
-OWN: dict[str, dict[str, str]] = {
-    "no browser": {},
-    "the own page": {"origin": "http://127.0.0.1:PORT", "user_agent": BROWSER, "sec_fetch_site": "same-origin"},
-    "the own page by name": {"host": "localhost:PORT", "origin": "http://localhost:PORT", "user_agent": BROWSER},
+ALLOWED: dict[str, dict[str, str]] = {
+    "not a browser": {},
+    "the server's page": {"origin": "http://127.0.0.1:PORT", "user_agent": BROWSER, "sec_fetch_site": "same-origin"},
+    "the server's page by name": {"host": "localhost:PORT", "origin": "http://localhost:PORT", "user_agent": BROWSER},
     "an allowed origin": {"origin": "https://friend.example", "user_agent": BROWSER, "sec_fetch_site": "cross-site"},
     "an allowed origin's proxy": {"host": "friend.example", "origin": "https://friend.example"},
     "a typed address": {"sec_fetch_site": "none", "user_agent": BROWSER},
@@ -114,7 +114,7 @@ def test_every_route_is_classified(operations: list[tuple[str, str]]) -> None:
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_page_of_another_site_calls_no_private_route(
+def test_foreign_page_cannot_call_private_routes(
     served: Served, client: httpx.Client, operations: list[tuple[str, str]], name: str
 ) -> None:
     port = served.root.rpartition(":")[2]
@@ -125,22 +125,22 @@ def test_page_of_another_site_calls_no_private_route(
         assert is_refused(answer) == expected, (method, path, answer.status_code)
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_own_pages_and_programs_call_private_routes(
+@pytest.mark.parametrize("name", ALLOWED)
+def test_allowed_pages_and_programs_call_private_routes(
     served: Served, client: httpx.Client, operations: list[tuple[str, str]], name: str
 ) -> None:
-    """Those that change nothing here, and those whose body is wrong."""
+    """Only routes that change nothing here, or refuse the body."""
     port = served.root.rpartition(":")[2]
-    headers = {key: value.replace("PORT", port) for key, value in OWN[name].items()}
-    harmless = ("abort", "shared", "files", "batches", "conversations", "lora", "logging", "info")
+    headers = {key: value.replace("PORT", port) for key, value in ALLOWED[name].items()}
+    names = ("abort", "shared", "files", "batches", "conversations", "lora", "logging", "info")
     for method, path in operations:
-        if any(word in path for word in harmless):
+        if any(part in path for part in names):
             assert not is_refused(ask(client, method, path, **headers)), (method, path)
 
 
 @pytest.mark.parametrize("path", ["/clear_load_weight", "/update_model_weight"])
-def test_image_of_another_site_changes_nothing(client: httpx.Client, path: str) -> None:
-    """A GET that changes the server: to a plain HTTP address, browsers send it without Origin and Sec-Fetch-Site."""
+def test_image_request_of_foreign_page_changes_nothing(client: httpx.Client, path: str) -> None:
+    """Browsers send a GET to a plain HTTP address without Origin and Sec-Fetch-Site; these GETs change the server."""
     for headers in ({"user_agent": BROWSER}, {"user_agent": BROWSER, "referer": "http://evil.example/"}):
         assert is_refused(ask(client, "GET", path, **headers)), headers
         assert is_refused(ask(client, "HEAD", path, **headers)), headers
@@ -161,8 +161,8 @@ def program(everywhere: Served) -> Iterator[httpx.Client]:
         yield client
 
 
-def test_server_on_all_addresses_accepts_its_names(program: httpx.Client) -> None:
-    """Programs use any name; browsers one that no other site can have made up."""
+def test_server_on_all_addresses_accepts_its_host_names(program: httpx.Client) -> None:
+    """Programs may use any host name; browsers only names that another site cannot point to this server."""
     port = program.base_url.port
     for host in ("gpu.cluster.example", "llm", "10.0.0.1", f"[::1]:{port}"):
         assert not is_refused(ask(program, "GET", "/server_info", host=host)), host
@@ -174,11 +174,11 @@ def test_server_on_all_addresses_accepts_its_names(program: httpx.Client) -> Non
     headers = {"host": "evil.example", "origin": "http://evil.example", "user_agent": BROWSER}
     assert is_refused(ask(program, "GET", "/server_info", **headers))
     assert not is_refused(ask(program, "POST", "/v1/completions", **headers))
-    assert not is_refused(ask(program, "GET", "/web/live", **headers)), "the web page works under any name"
+    assert not is_refused(ask(program, "GET", "/web/live", **headers)), "the web page must work under any host name"
 
 
 @pytest.mark.parametrize("origin", ["http://ui.example.com:3000", "https://tls.example.com"])
-def test_allowed_page_uses_any_name_of_the_server(program: httpx.Client, origin: str) -> None:
+def test_allowed_origin_may_use_any_host_name(program: httpx.Client, origin: str) -> None:
     headers = {"host": "gpu.example.com:8000", "origin": origin, "user_agent": BROWSER}
     assert not is_refused(ask(program, "GET", "/server_info", **headers))
     assert not is_refused(ask(program, "GET", "/clear_load_weight", **headers))
@@ -194,18 +194,18 @@ def test_allowed_page_uses_any_name_of_the_server(program: httpx.Client, origin:
         ("https://llm:80", "llm", False),
     ],
 )
-def test_default_port_is_that_of_the_scheme(program: httpx.Client, origin: str, host: str, is_own: bool) -> None:
+def test_default_port_follows_scheme(program: httpx.Client, origin: str, host: str, is_own: bool) -> None:
     assert is_refused(ask(program, "GET", "/server_info", origin=origin, host=host)) != is_own
 
 
-def test_origins_that_match_no_page_are_logged(everywhere: Served) -> None:
+def test_allowed_origins_matching_no_page_are_logged(everywhere: Served) -> None:
     for entry in ("null", r"https://\*\.example\.com"):
         everywhere.find(f"--allowed-origins: '{entry}' matches no page")
     assert sum("matches no page" in line for line in everywhere.lines) == 2
 
 
-def test_allowed_origins_are_written_as_browsers_write_them() -> None:
-    given = [
+def test_allowed_origins_are_normalized_as_in_browsers() -> None:
+    origins = [
         "*",
         "HTTPS://UI.example.com:443/",
         "http://[::1]:80/app",
@@ -214,11 +214,11 @@ def test_allowed_origins_are_written_as_browsers_write_them() -> None:
         "ui.example.com",
         "http://",
     ]
-    assert origins_of(given) == ["*", "https://ui.example.com", "http://[::1]", "app://local"]
+    assert origins_of(origins) == ["*", "https://ui.example.com", "http://[::1]", "app://local"]
 
 
-def test_page_cannot_pass_as_a_program(program: httpx.Client) -> None:
-    """Pages can set User-Agent and Accept-Language, and cannot leave the latter out; Node.js sends it, too."""
+def test_page_cannot_pose_as_program(program: httpx.Client) -> None:
+    """Pages can set User-Agent and Accept-Language but cannot omit the latter; Node.js also sends it."""
     page = {"host": "evil.example:8000", "user_agent": "curl/8", "accept_language": ""}
     assert is_refused(ask(program, "GET", "/server_info", **page))
     node = {"host": "gpu.example.com:8000", "user_agent": "node", "accept_language": "*", "sec_fetch_mode": "cors"}
@@ -227,7 +227,7 @@ def test_page_cannot_pass_as_a_program(program: httpx.Client) -> None:
     assert not is_refused(ask(program, "GET", "/clear_load_weight", host="llm"))
 
 
-def test_refusal_says_what_to_allow(program: httpx.Client) -> None:
+def test_refusal_names_option_to_allow_origin(program: httpx.Client) -> None:
     answer = ask(program, "GET", "/server_info", host="llm.example.com:8000", user_agent=BROWSER)
     assert "llm.example.com:8000" in answer.text
     assert (
@@ -243,7 +243,7 @@ def test_refusal_says_what_to_allow(program: httpx.Client) -> None:
     assert is_refused(answer) and len(answer.text) < 1000 and "set --api-key" in answer.text
 
 
-def test_policy_does_not_wait_for_dns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_origin_policy_does_not_wait_for_dns(monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
     monkeypatch.setattr(socket, "getfqdn", lambda: str(released.wait()))
     headers = [(b"host", b"gpu.example.com"), (b"origin", b"http://gpu.example.com")]
@@ -255,7 +255,7 @@ def test_policy_does_not_wait_for_dns(monkeypatch: pytest.MonkeyPatch) -> None:
         released.set()
 
 
-def test_start_says_which_routes_need_no_key(caplog: pytest.LogCaptureFixture) -> None:
+def test_start_logs_routes_without_key(caplog: pytest.LogCaptureFixture) -> None:
     for keys, expected in (((), True), (("key-a",), False)):
         caplog.clear()
         log_access(ServerOptions(api_key=keys, admin_api_key=("key-admin",)))
@@ -276,7 +276,7 @@ CHANGES: list[tuple[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Served]:
-    """Two clients and an administrator."""
+    """Server with two client keys and an admin key."""
     keys = ("--api-key", "key-a,key-b", "--admin-api-key", "key-admin", "--grpc-port", "0")
     with Served("--num-gpu-blocks-override", "200", *keys) as server:
         yield server
@@ -288,17 +288,17 @@ def stub(shared: Served) -> Iterator[Any]:
         yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
 
 
-@pytest.mark.parametrize(("path", "body"), CHANGES, ids=lambda given: str(given)[:40])
-def test_client_key_does_not_change_the_server_for_others(shared: Served, path: str, body: Any) -> None:
+@pytest.mark.parametrize(("path", "body"), CHANGES, ids=lambda value: str(value)[:40])
+def test_client_key_cannot_change_server_settings(shared: Served, path: str, body: Any) -> None:
     refused = httpx.post(shared.root + path, json=body, headers=B)
     assert refused.status_code == 401 and "--admin-api-key" in refused.text
     assert httpx.post(shared.root + path, json=body, headers=ADMIN).status_code in (200, 400)
     if path == "/v2/logging":
-        assert httpx.get(shared.root + path, headers=B).json()["log_info"] is False, "which it may read"
+        assert httpx.get(shared.root + path, headers=B).json()["log_info"] is False, "client keys may read the settings"
         httpx.post(shared.root + path, json={"log_info": True}, headers=ADMIN)
 
 
-def test_client_key_does_not_change_the_server_over_grpc(stub: Any) -> None:
+def test_client_key_cannot_change_server_settings_over_grpc(stub: Any) -> None:
     changed = pb.LogSettingsRequest()
     changed.settings["log_info"].bool_param = False
     traced = pb.TraceSettingRequest()
@@ -331,15 +331,15 @@ def test_client_key_does_not_change_the_server_over_grpc(stub: Any) -> None:
         (("--admin-api-key", "key-admin"), ADMIN, True),
     ],
 )
-def test_who_may_change_the_server(flags: tuple[str, ...], headers: dict[str, str], allowed: bool) -> None:
+def test_keys_allowed_to_change_server(flags: tuple[str, ...], headers: dict[str, str], allowed: bool) -> None:
     from penstock.serve.http.middleware import ApiKeys
 
     options = dict(zip(flags[::2], flags[1::2], strict=True))
     keys = ApiKeys(
         *(options.get(name, "").split(",") if name in options else () for name in ("--api-key", "--admin-api-key"))
     )
-    found = keys.client_of(headers.get("authorization", "").encode())
-    assert found is not None and found.may_control == allowed
+    client = keys.client_of(headers.get("authorization", "").encode())
+    assert client is not None and client.may_control == allowed
 
 
 def test_shared_memory_belongs_to_its_key(shared: Served, stub: Any) -> None:
@@ -366,13 +366,13 @@ def test_shared_memory_belongs_to_its_key(shared: Served, stub: Any) -> None:
         assert again.status_code == 400 and "another API key" in again.text
         assert httpx.post(f"{shared.root}{place}/unregister", headers=B).status_code == 200
         assert [each["name"] for each in httpx.get(f"{shared.root}{place}/status", headers=A).json()] == ["mine"]
-        wrote = httpx.post(
+        allowed = httpx.post(
             f"{shared.root}/v2/models/ensemble/infer",
             json={"inputs": [text, count], "outputs": [output]},
             headers=A,
             timeout=60,
         )
-        assert wrote.status_code == 200 and bytes(memory.buf[:5]) != b"of A!"
+        assert allowed.status_code == 200 and bytes(memory.buf[:5]) != b"of A!"
         assert httpx.post(f"{shared.root}{place}/region/mine/unregister", headers=A).status_code == 200
         assert httpx.get(f"{shared.root}{place}/status", headers=A).json() == []
     finally:
@@ -380,7 +380,7 @@ def test_shared_memory_belongs_to_its_key(shared: Served, stub: Any) -> None:
         memory.unlink()
 
 
-def test_page_of_another_site_uses_no_shared_memory(client: httpx.Client) -> None:
+def test_foreign_page_cannot_use_shared_memory(client: httpx.Client) -> None:
     place = {"shared_memory_region": "any", "shared_memory_byte_size": 9}
     tensor = {"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "parameters": place}
     body = json.dumps({"inputs": [tensor]})
@@ -389,24 +389,24 @@ def test_page_of_another_site_uses_no_shared_memory(client: httpx.Client) -> Non
         assert answer.status_code == status, answer.text
 
 
-def test_metrics_name_tenants_by_no_hash_of_their_key(tmp_path: Path) -> None:
-    """Names are the same in all API processes and after a restart, and what is stored keeps its owner."""
+def test_tenant_names_in_metrics_are_stable_and_no_key_hashes(tmp_path: Path) -> None:
+    """Tenant names are the same in all API processes and after a restart; stored files keep their owner."""
     from hashlib import sha256
 
     flags = ("--api-key", "a,b", "--storage-dir", str(tmp_path), "--num-gpu-blocks-override", "100")
-    named = r'penstock:storage_files\{tenant="([^"]*)"\} 1'
+    pattern = r'penstock:storage_files\{tenant="([^"]*)"\} 1'
     headers = {"authorization": "Bearer a"}
-    found = []
+    names = []
     for processes in ("2", "1"):
         with Served(*flags, "--api-server-count", processes) as server:
-            if not found:
-                given = {"file": ("a", b"x")}
-                made = httpx.post(f"{server.url}/files", files=given, data={"purpose": "batch"}, headers=headers)
-                assert made.status_code == 200, made.text
+            if not names:
+                upload = {"file": ("a", b"x")}
+                created = httpx.post(f"{server.url}/files", files=upload, data={"purpose": "batch"}, headers=headers)
+                assert created.status_code == 200, created.text
             pages = [httpx.get(f"{server.root}/metrics").text for _ in range(6)]
-            found += [name for page in pages for name in re.findall(named, page)]
+            names += [name for page in pages for name in re.findall(pattern, page)]
             hashes = [sha256(key).hexdigest() for key in (b"a", b"b")]
             assert not [name for page in pages for name in hashes if name[:16] in page]
             listed = httpx.get(f"{server.url}/files", headers=headers).json()["data"]
-            assert [each["filename"] for each in listed] == ["a"], "what was stored keeps its owner"
-    assert len(set(found)) == 1 and found[0]
+            assert [each["filename"] for each in listed] == ["a"], "a stored file must keep its owner"
+    assert len(set(names)) == 1 and names[0]

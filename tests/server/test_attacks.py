@@ -1,4 +1,4 @@
-"""What one client does to harm the others: their streams go on, whole and unchanged, and what it is told."""
+"""Attacks by one client: streams of other clients continue complete and unchanged, and the attacker gets errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from penstock.serve.process.metrics_files import INITIAL_SIZE, AllocatedDict
 A, B = {"authorization": "Bearer key-a"}, {"authorization": "Bearer key-b"}
 KEYS = ("--api-key", "key-a,key-b")
 GAP = 0.5
-"""Seconds that a stream may pause beside an attack, on a machine that does nothing else."""
+"""Seconds that a stream may pause during an attack, on an otherwise idle machine."""
 LONG_PROMPT = "The sea is wide, and the ship that sails on it is small. " * 20
 
 
@@ -55,27 +55,27 @@ def address_of(served: Served) -> tuple[str, int]:
     return host, int(port)
 
 
-def words(name: str, *elements: bytes) -> dict[str, Any]:
+def bytes_tensor(name: str, *elements: bytes) -> dict[str, Any]:
     data = [element.decode() for element in elements]
     return {"name": name, "datatype": "BYTES", "shape": [1, len(data)], "data": data}
 
 
-def generation(request_id: str, tokens: int, **more: bool) -> Any:
-    """A streamed request of KServe's."""
-    made = pb.ModelInferRequest(model_name="ensemble", id=request_id)
-    made.inputs.add(name="text_input", datatype="BYTES", shape=[1, 1]).contents.bytes_contents.append(b"The sea")
-    made.inputs.add(name="max_tokens", datatype="INT32", shape=[1, 1]).contents.int_contents.append(tokens)
-    made.inputs.add(name="end_id", datatype="INT32", shape=[1, 1]).contents.int_contents.append(-1)
-    for name, value in more.items():
-        made.inputs.add(name=name, datatype="BOOL", shape=[1, 1]).contents.bool_contents.append(value)
-    return made
+def generation(request_id: str, tokens: int, **flags: bool) -> Any:
+    """Request of KServe's streaming gRPC protocol."""
+    request = pb.ModelInferRequest(model_name="ensemble", id=request_id)
+    request.inputs.add(name="text_input", datatype="BYTES", shape=[1, 1]).contents.bytes_contents.append(b"The sea")
+    request.inputs.add(name="max_tokens", datatype="INT32", shape=[1, 1]).contents.int_contents.append(tokens)
+    request.inputs.add(name="end_id", datatype="INT32", shape=[1, 1]).contents.int_contents.append(-1)
+    for name, value in flags.items():
+        request.inputs.add(name=name, datatype="BOOL", shape=[1, 1]).contents.bool_contents.append(value)
+    return request
 
 
-# --- One request that takes long in the server ----------------------------------------------------------------------
+# --- One request that takes much time in the server -----------------------------------------------------------------
 
 
 def huge_shapes(served: Served) -> None:
-    """Their product has a million digits."""
+    """The product of the dimensions has a million digits."""
     shape = ",".join(["1" + "0" * 19] * 49_000)
     body = f'{{"inputs":[{{"name":"text_input","datatype":"BYTES","shape":[{shape}],"data":["a"]}}]}}'
     answer = httpx.post(f"{served.root}/v2/models/ensemble/infer", content=body, headers=A)
@@ -85,12 +85,12 @@ def huge_shapes(served: Served) -> None:
     assert answer.status_code == 400 and "dimension larger than" in answer.json()["error"]
 
 
-def many_words(served: Served) -> None:
-    """Stop words as long as a request may be, and a bias of the whole vocabulary for each of 256 rows."""
-    given = [
-        words("QUERY", b"x"),
+def long_stop_words_and_bias(served: Served) -> None:
+    """Stop words up to the size limit of requests; embedding bias over the vocabulary for each of 256 rows."""
+    long_stop_words = [
+        bytes_tensor("QUERY", b"x"),
         {"name": "REQUEST_OUTPUT_LEN", "datatype": "INT32", "shape": [1, 1], "data": [1]},
-        words("STOP_WORDS_DICT", *[b"w blah kjh askjdh " * 45] * 1000),
+        bytes_tensor("STOP_WORDS_DICT", *[b"w blah kjh askjdh " * 45] * 1000),
     ]
     rows = [256, 1]
     biased: list[dict[str, Any]] = [
@@ -99,7 +99,7 @@ def many_words(served: Served) -> None:
         {"name": "EMBEDDING_BIAS_WORDS", "datatype": "BYTES", "shape": rows, "data": ["a"] * 256},
         {"name": "EMBEDDING_BIAS_WEIGHTS", "datatype": "FP32", "shape": rows, "data": [0.5] * 256},
     ]
-    for inputs in (given, biased):
+    for inputs in (long_stop_words, biased):
         answer = httpx.post(
             f"{served.root}/v2/models/preprocessing/infer", json={"inputs": inputs}, headers=A, timeout=60
         )
@@ -109,15 +109,15 @@ def many_words(served: Served) -> None:
 
 
 def many_numbers(served: Served) -> None:
-    """As JSON, which is read element by element."""
+    """400,000 token ids as JSON."""
     ids = {"name": "input_ids", "datatype": "INT32", "shape": [1, 400_000], "data": [1] * 400_000}
     for _ in range(3):
         answer = httpx.post(f"{served.root}/v2/models/tensorrt_llm/infer", json={"inputs": [ids]}, headers=A)
         assert answer.status_code == 400
 
 
-def a_large_answer(served: Served, tokens: int = 20) -> None:
-    """All log probabilities of 128 sequences, in one piece."""
+def large_answer(served: Served, tokens: int = 20) -> None:
+    """Log probabilities of 128 sequences in one response."""
     body = {"n": 128, "logprobs": True, "top_logprobs": 20, "max_tokens": tokens, "temperature": 1, "ignore_eos": True}
     messages = {"messages": [{"role": "user", "content": "a story"}]}
     answer = httpx.post(f"{served.url}/chat/completions", json=body | messages, headers=A, timeout=300)
@@ -125,7 +125,7 @@ def a_large_answer(served: Served, tokens: int = 20) -> None:
 
 
 def endless_grammars(served: Served) -> None:
-    """Whose compilation takes ever more memory. One client leaves, one waits for what becomes of it."""
+    """Grammars whose compilation exceeds its limits: one client disconnects, one waits for the error."""
     patterns = [{"pattern": f"[a-z]{{{i}}}.*[0-9]"} for i in range(1, 40)]
     body: dict[str, Any] = {"prompt": "x", "guided_json": {"type": "string", "allOf": patterns}}
     with suppress(httpx.ReadTimeout):
@@ -136,44 +136,44 @@ def endless_grammars(served: Served) -> None:
 
 
 ATTACKS: tuple[Callable[[Served], None], ...] = (
-    *(huge_shapes, many_words, many_numbers, a_large_answer),
+    *(huge_shapes, long_stop_words_and_bias, many_numbers, large_answer),
     endless_grammars,
 )
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_one_request_does_not_end_the_streams_of_others(served: Served, attack: Callable[[Served], None]) -> None:
+def test_attack_does_not_end_streams_of_others(served: Served, attack: Callable[[Served], None]) -> None:
     with Victim(served, B):
         attack(served)
     assert not [line for line in served.lines if "Traceback" in line]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("attack", [*ATTACKS, lambda served: a_large_answer(served, 500)])
-def test_the_streams_of_others_do_not_pause(served: Served, attack: Callable[[Served], None]) -> None:
+@pytest.mark.parametrize("attack", [*ATTACKS, lambda served: large_answer(served, 500)])
+def test_attack_does_not_pause_streams_of_others(served: Served, attack: Callable[[Served], None]) -> None:
     with Victim(served, B) as victim:
         attack(served)
     assert victim.gap <= GAP
 
 
-# --- What is sent and not read --------------------------------------------------------------------------------------
+# --- Clients that do not read ---------------------------------------------------------------------------------------
 
 
-def test_requests_whose_answers_are_not_read_are_not_read_either(served: Served) -> None:
-    """29 MB of them."""
+def test_server_stops_reading_from_client_with_unread_responses(served: Served) -> None:
+    """29 MB of pipelined requests."""
     (process,) = served.pids["api"]
-    before, asked = peak_memory(process), b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n" * 1000
+    before, requests = peak_memory(process), b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n" * 1000
     with Victim(served, B), socket.create_connection(address_of(served)) as connection:
         connection.settimeout(1)
         with suppress(TimeoutError):
             for _ in range(1000):
-                connection.sendall(asked)
-            pytest.fail("all was taken")
+                connection.sendall(requests)
+            pytest.fail("the server read all requests")
     assert peak_memory(process) < before + 64
 
 
-def test_without_a_key_no_message_is_read(served: Served, stub: Any) -> None:
-    """Of the 512 MiB here, the connection's flow control lets a few in."""
+def test_grpc_messages_without_key_are_not_read(served: Served, stub: Any) -> None:
+    """Flow control admits only a small part of these 512 MiB."""
     (process,) = served.pids["api"]
     before = peak_memory(process)
     large = pb.ModelInferRequest(model_name="ensemble", raw_input_contents=[b"x" * (32 * 2**20)])
@@ -186,7 +186,7 @@ def test_without_a_key_no_message_is_read(served: Served, stub: Any) -> None:
 
 
 @pytest.mark.thorough
-def test_a_stream_that_is_not_read_does_not_grow(served: Served, stub: Any) -> None:
+def test_unread_stream_does_not_grow(served: Served, stub: Any) -> None:
     (process,) = served.pids["api"]
     flags = {"stream": True, "return_log_probs": True}
     requests = [generation(str(number), 1500, **flags) for number in range(64)]
@@ -203,35 +203,35 @@ def test_a_stream_that_is_not_read_does_not_grow(served: Served, stub: Any) -> N
     call.cancel()
 
 
-NARROW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**16)]
-"""Options of a client that takes little before it is read from."""
+SMALL_BUFFERS = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**16)]
+"""Channel options for small receive buffers."""
 
 
-def test_a_stream_that_is_not_read_ends() -> None:
-    """With all its requests, each of whose responses repeats a long id."""
+def test_unread_stream_is_ended_after_timeout() -> None:
+    """The stream ends with all its requests. Each response repeats a long request id."""
     with (
         Served("--num-gpu-blocks-override", "200", "--grpc-port", "0", "--client-timeout", "2") as server,
-        grpc.insecure_channel(server.find(r"gRPC at (\S+)")[1], NARROW) as channel,
+        grpc.insecure_channel(server.find(r"gRPC at (\S+)")[1], SMALL_BUFFERS) as channel,
     ):
-        left = threading.Event()
+        finished = threading.Event()
 
         def requests() -> Iterator[Any]:
             flags = {"stream": True, "return_log_probs": True}
             yield from (generation(f"{i}" + "x" * 20_000, 1500, **flags) for i in range(24))
-            left.wait(60)
+            finished.wait(60)
 
         call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(requests())
         next(call)
         server.find("ModelStreamInfer id=.* error=timeout reason=.the client read nothing for 2 seconds")
         assert re.search(r"penstock:num_requests_open\{.*\} 0\.0", httpx.get(f"{server.root}/metrics").text)
-        left.set()
+        finished.set()
         with pytest.raises(grpc.RpcError) as ended:
             list(call)
         assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-def test_a_stream_that_repeats_all_its_texts_ends_within_bounds(served: Served) -> None:
-    """Which is 40 MB where each of its 60 steps repeats them; the last object has all of them."""
+def test_generate_stream_of_many_sequences_has_bounded_size(served: Served) -> None:
+    """Repeating all texts in each of 60 steps would be 40 MB. The last object contains all texts."""
     body = {"prompt": "The sea. " * 550, "n": 128, "max_tokens": 60, "ignore_eos": True, "temperature": 1, "seed": 1}
     url, received = f"{served.root}/generate", 0
     with (
@@ -244,35 +244,35 @@ def test_a_stream_that_repeats_all_its_texts_ends_within_bounds(served: Served) 
     assert json.loads(line) == httpx.post(url, json=body, headers=A, timeout=120).json()
 
 
-# --- What belongs to a key ------------------------------------------------------------------------------------------
+# --- Separation of API keys -----------------------------------------------------------------------------------------
 
 
-def cached(url: str, key: dict[str, str], prompt: str, **more: str) -> int:
-    body = {"prompt": prompt, "max_tokens": 1, **more}
+def cached_tokens(url: str, key: dict[str, str], prompt: str, **fields: str) -> int:
+    body = {"prompt": prompt, "max_tokens": 1, **fields}
     usage = httpx.post(f"{url}/completions", json=body, headers=key).json()["usage"]
     return int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_each_key_has_its_own_cached_prefixes(served: Served) -> None:
-    assert cached(served.url, A, LONG_PROMPT) == 0
-    assert cached(served.url, A, LONG_PROMPT) > 0
-    assert cached(served.url, B, LONG_PROMPT) == 0
-    assert cached(served.url, B, LONG_PROMPT) > 0
-    assert cached(served.url, A, LONG_PROMPT, cache_salt="x") == 0
+def test_api_keys_do_not_share_cached_prefixes(served: Served) -> None:
+    assert cached_tokens(served.url, A, LONG_PROMPT) == 0
+    assert cached_tokens(served.url, A, LONG_PROMPT) > 0
+    assert cached_tokens(served.url, B, LONG_PROMPT) == 0
+    assert cached_tokens(served.url, B, LONG_PROMPT) > 0
+    assert cached_tokens(served.url, A, LONG_PROMPT, cache_salt="x") == 0
 
 
-def test_keys_share_cached_prefixes_where_the_server_says_so() -> None:
+def test_share_prefix_cache_shares_prefixes_between_keys() -> None:
     with Served("--num-gpu-blocks-override", "200", "--share-prefix-cache", *KEYS) as shared:
-        assert cached(shared.url, A, LONG_PROMPT) == 0
-        assert cached(shared.url, B, LONG_PROMPT) > 0
+        assert cached_tokens(shared.url, A, LONG_PROMPT) == 0
+        assert cached_tokens(shared.url, B, LONG_PROMPT) > 0
 
 
-def test_a_request_id_is_its_keys_alone(served: Served) -> None:
-    """Another key may use it, too, and can neither see nor end the first one's."""
+def test_request_id_belongs_to_its_api_key(served: Served) -> None:
+    """Another key may use the same id, but can neither see nor abort the first key's request."""
     body = {"text": "The sea", "req_id": "mine", "max_dec_len": 1500, "min_dec_len": 1500, "stream": True}
     url = f"{served.url}/chat/completions"
-    named = {"x-request-id": "mine"}
-    with httpx.stream("POST", url, json=body, headers=A | named, timeout=60) as first:
+    id_header = {"x-request-id": "mine"}
+    with httpx.stream("POST", url, json=body, headers=A | id_header, timeout=60) as first:
         lines = first.iter_lines()
         assert first.status_code == 200 and next(lines)
         again = httpx.post(url, json=body | {"stream": False}, headers=A)
@@ -289,8 +289,8 @@ def test_a_request_id_is_its_keys_alone(served: Served) -> None:
         assert "cancelled" in "".join(lines)
 
 
-def test_stop_ends_requests_of_its_own_key(served: Served, stub: Any) -> None:
-    """Though both came over one connection, as through a proxy."""
+def test_grpc_stop_ends_only_requests_of_same_key(served: Served, stub: Any) -> None:
+    """Both requests use one connection, as through a proxy."""
 
     def answers(key: dict[str, str], *requests: Any) -> Iterator[Any]:
         return iter(stub.ModelStreamInfer(iter(requests), metadata=list(key.items())))
@@ -299,59 +299,59 @@ def test_stop_ends_requests_of_its_own_key(served: Served, stub: Any) -> None:
         outputs = [output for response in responses for output in response.infer_response.outputs]
         return sum([output.shape[-1] for output in outputs if output.name == "output_log_probs"])
 
-    mine = answers(A, generation("mine", 1500, stream=True, return_log_probs=True))
-    first = next(mine)
+    first_stream = answers(A, generation("mine", 1500, stream=True, return_log_probs=True))
+    first = next(first_stream)
     list(answers(B, generation("mine", 1, stop=True)))
-    assert tokens([first, *mine]) == 1500
+    assert tokens([first, *first_stream]) == 1500
 
 
 # --- The end of a connection, and of the server ---------------------------------------------------------------------
 
 
-def completion(tokens: int, **more: Any) -> bytes:
-    return json.dumps({"prompt": "The sea", "max_tokens": tokens, "ignore_eos": True, **more}).encode()
+def completion(tokens: int, **fields: Any) -> bytes:
+    return json.dumps({"prompt": "The sea", "max_tokens": tokens, "ignore_eos": True, **fields}).encode()
 
 
-def sent(address: tuple[str, int], body: bytes) -> socket.socket:
-    """A connection on which a completion is asked for."""
+def send_completion(address: tuple[str, int], body: bytes) -> socket.socket:
+    """Connect and send a completion request; return the connection."""
     connection = socket.create_connection(address, timeout=60)
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer key-a\r\ncontent-length: {len(body)}"
     connection.sendall(head.encode() + b"\r\n\r\n" + body)
     return connection
 
 
-def heard(connection: socket.socket) -> bytes:
+def receive_all(connection: socket.socket) -> bytes:
     with connection:
         return b"".join(iter(lambda: connection.recv(2**16), b""))
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_sends_no_more_is_answered(served: Served, stream: bool) -> None:
-    """The connection is half closed, and closed after the answer."""
-    connection = sent(address_of(served), completion(5, stream=stream))
+def test_half_closed_connection_is_answered(served: Served, stream: bool) -> None:
+    """The client closes its sending side; the server closes the connection after the response."""
+    connection = send_completion(address_of(served), completion(5, stream=stream))
     connection.shutdown(socket.SHUT_WR)
-    answer = heard(connection)
+    answer = receive_all(connection)
     assert answer.startswith(b"HTTP/1.1 200") and b'"finish_reason":"length"' in answer
 
 
-def test_all_that_was_asked_for_before_is_answered(served: Served) -> None:
+def test_pipelined_requests_before_half_close_are_answered(served: Served) -> None:
     with socket.create_connection(address_of(served), timeout=60) as connection:
         connection.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n" * 30)
         connection.shutdown(socket.SHUT_WR)
-        assert heard(connection).count(b"HTTP/1.1 200") == 30
+        assert receive_all(connection).count(b"HTTP/1.1 200") == 30
 
 
-def test_who_leaves_altogether_is_not_answered(served: Served) -> None:
-    at = len(served.lines)
-    sent(address_of(served), completion(1900, n=32)).close()
-    served.find(r"POST /v1/completions .*error=cancelled", after=at)
+def test_closed_connection_cancels_request(served: Served) -> None:
+    line_count = len(served.lines)
+    send_completion(address_of(served), completion(1900, n=32)).close()
+    served.find(r"POST /v1/completions .*error=cancelled", after=line_count)
 
 
-def test_clients_that_keep_connections_are_told_when_the_server_stops() -> None:
-    """Each is answered on its connection until the answer that says that it is the last."""
+def test_stopping_server_closes_kept_connections_after_response() -> None:
+    """Each client is answered until a response with ``connection: close``."""
     with Served("--num-gpu-blocks-override", "500") as stopping:
-        told: list[str | None] = []
-        asking = threading.Barrier(41)
+        closed: list[str | None] = []
+        all_connected = threading.Barrier(41)
 
         def ask(number: int) -> None:
             connection, first = http.client.HTTPConnection(*address_of(stopping), timeout=60), True
@@ -361,22 +361,22 @@ def test_clients_that_keep_connections_are_told_when_the_server_stops() -> None:
                 assert answer.status == 200 and answer.read()
                 if first:
                     first = False
-                    asking.wait()
+                    all_connected.wait()
                 if answer.getheader("connection") == "close":
-                    told.append("close")
+                    closed.append("close")
                     return
 
         with ThreadPoolExecutor(40) as threads:
             clients = [threads.submit(ask, number) for number in range(40)]
-            asking.wait()
+            all_connected.wait()
             stopping.terminate()
             for client in clients:
                 client.result()
-        assert len(told) == 40
+        assert len(closed) == 40
         assert stopping.ended() == 0
 
 
-def test_a_stopped_engine_is_unhealthy_until_it_goes_on(served: Served) -> None:
+def test_stopped_engine_is_unhealthy_until_continued(served: Served) -> None:
     (engine,) = served.pids["engine"]
 
     def wait_for(status: int) -> None:
@@ -398,11 +398,11 @@ def test_a_stopped_engine_is_unhealthy_until_it_goes_on(served: Served) -> None:
     assert served.pids["engine"] == [engine]
 
 
-# --- What the machine lacks -----------------------------------------------------------------------------------------
+# --- Resources of the machine ---------------------------------------------------------------------------------------
 
 
-class Unread(Served):
-    """Nobody reads its log from when it is ready until ``read`` is set."""
+class ServedWithUnreadLog(Served):
+    """Server whose log is not read between its ready line and ``read.set()``."""
 
     def __init__(self, *arguments: str) -> None:
         self.read = threading.Event()
@@ -418,22 +418,24 @@ class Unread(Served):
                 self.read.wait()
 
 
-def test_a_log_that_nobody_reads_holds_up_nothing() -> None:
-    """And is there in full once somebody does."""
-    with Unread("--num-gpu-blocks-override", "200") as unread:
-        named = [f"number-{number}" for number in range(200)]
+def test_unread_log_does_not_block_requests() -> None:
+    """All lines are in the log when it is read later."""
+    with ServedWithUnreadLog("--num-gpu-blocks-override", "200") as server:
+        request_ids = [f"number-{number}" for number in range(200)]
         with httpx.Client() as client:
-            for name in named:
+            for request_id in request_ids:
                 answer = client.post(
-                    f"{unread.url}/completions", content=completion(1), headers={"x-request-id": name}, timeout=20
+                    f"{server.url}/completions", content=completion(1), headers={"x-request-id": request_id}, timeout=20
                 )
                 assert answer.status_code == 200
-        unread.read.set()
-        unread.find(f"id={named[-1]} ")
-        assert [name for name in named if not any(f"id={name} " in line for line in unread.lines)] == []
+        server.read.set()
+        server.find(f"id={request_ids[-1]} ")
+        assert [
+            request_id for request_id in request_ids if not any(f"id={request_id} " in line for line in server.lines)
+        ] == []
 
 
-def test_lines_beyond_what_may_wait_are_dropped_and_counted() -> None:
+def test_log_lines_beyond_buffer_are_dropped_and_counted() -> None:
     reader, writer = os.pipe()
     handler = LogHandler(writer)
     line = "x" * 999
@@ -444,13 +446,13 @@ def test_lines_beyond_what_may_wait_are_dropped_and_counted() -> None:
     for _ in range(3000):
         log(line)
     os.set_blocking(reader, True)
-    heard = b""
-    while len(heard) < 2**20:
-        heard += os.read(reader, 2**16)
+    output = b""
+    while len(output) < 2**20:
+        output += os.read(reader, 2**16)
     log("the next")
-    while not heard.endswith(b"the next\n"):
-        heard += os.read(reader, 2**16)
-    lines = heard.decode().splitlines()
+    while not output.endswith(b"the next\n"):
+        output += os.read(reader, 2**16)
+    lines = output.decode().splitlines()
     kept = lines.count(line)
     assert lines[kept:] == [
         f"{3000 - kept} log lines were dropped, as the reader of standard error was too slow",
@@ -459,29 +461,31 @@ def test_lines_beyond_what_may_wait_are_dropped_and_counted() -> None:
     assert 1000 < kept < 2000
 
 
-def test_folders_of_killed_servers_are_removed_by_the_next(tmp_path: Path) -> None:
-    """Those of others are not."""
-    mine = tmp_path / "penstock-of-mine"
-    mine.mkdir()
+def test_next_server_removes_folders_of_killed_servers(tmp_path: Path) -> None:
+    """Other folders are kept."""
+    unrelated = tmp_path / "penstock-of-mine"
+    unrelated.mkdir()
     environment = {"TMPDIR": str(tmp_path)}
     with Served("--num-gpu-blocks-override", "200", environment=environment) as killed:
         os.kill(killed.pid, signal.SIGKILL)
         killed.ended()
-        left = {*tmp_path.iterdir()} - {mine}
-        assert len(left) == 2
+        stale = {*tmp_path.iterdir()} - {unrelated}
+        assert len(stale) == 2
     with Served("--num-gpu-blocks-override", "200", environment=environment):
-        here = {*tmp_path.iterdir()} - {mine}
-        assert len(here) == 2 and not here & left
+        current = {*tmp_path.iterdir()} - {unrelated}
+        assert len(current) == 2 and not current & stale
         with TemporaryFolder() as folder:
             assert folder.path.is_dir()
-        assert {*tmp_path.iterdir()} - {mine} == here
+        assert {*tmp_path.iterdir()} - {unrelated} == current
         files = [*tmp_path.glob("*/*.db"), *tmp_path.glob("*/*.heartbeat")]
-        assert len(files) > 3 and all(file.stat().st_blocks * 512 >= file.stat().st_size for file in files), "sparse"
-    assert [*tmp_path.iterdir()] == [mine]
+        assert len(files) > 3 and all(file.stat().st_blocks * 512 >= file.stat().st_size for file in files), (
+            "files must not be sparse"
+        )
+    assert [*tmp_path.iterdir()] == [unrelated]
 
 
-def test_metrics_count_where_the_disk_has_no_room_for_them(tmp_path: Path) -> None:
-    """The limit of a file's size stands for the disk's."""
+def test_metrics_count_in_memory_if_disk_is_full(tmp_path: Path) -> None:
+    """A limit on file sizes stands in for a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     values = AllocatedDict(str(tmp_path / "counter_1.db"))
     names = [f"{number} {'x' * 1000}" for number in range(400)]

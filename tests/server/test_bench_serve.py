@@ -1,4 +1,4 @@
-"""``penstock bench serve``: what is sent when, what is made of the answers, and our own server under it."""
+"""``penstock bench serve``: workloads and arrival times, computed results, the client, and a run against Penstock."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ TIMESTAMP,ContextTokens,GeneratedTokens
 """
 
 
-# What is sent when
+# --- Workloads --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("burstiness", [0.3, 1.0, 4.0, math.inf])
-def test_arrivals_keep_their_rate_and_spread(burstiness: float) -> None:
+def test_arrivals_have_configured_rate_and_burstiness(burstiness: float) -> None:
     times = workload.arrivals(5000, 20.0, burstiness, seed=3)
     assert times[-1] == pytest.approx(5000 / 20)
     gaps = np.diff(times, prepend=0.0)
     assert (gaps >= 0).all()
-    assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.1, abs=1e-6)  # a gamma distribution's
+    assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.1, abs=1e-6)  # for a gamma distribution
 
 
 def test_arrivals_follow_the_seed() -> None:
@@ -56,7 +56,7 @@ def test_arrivals_follow_the_seed() -> None:
     assert workload.arrivals(3, math.inf, 1.0, seed=1) == [0.0, 0.0, 0.0]
 
 
-def test_random_prompts_have_their_lengths_and_share_the_prefix_alone() -> None:
+def test_random_prompts_have_given_lengths_and_share_only_prefix() -> None:
     first, second = workload.random_requests(2, 40, 7, prefix_len=25)
     assert (first.input_len, first.output_len) == (65, 7)
     one, other = (prompts.token_ids(request.parts, seed=0, vocab_size=3000) for request in (first, second))
@@ -64,14 +64,14 @@ def test_random_prompts_have_their_lengths_and_share_the_prefix_alone() -> None:
     assert one[25:] != other[25:]
 
 
-def test_random_lengths_fill_their_range() -> None:
+def test_random_lengths_cover_configured_range() -> None:
     requests = workload.random_requests(500, 100, 10, range_ratio=0.3, seed=1)
     assert {request.output_len for request in requests} == set(range(7, 14))
     assert min(r.input_len for r in requests) in (70, 71)
     assert requests == workload.random_requests(500, 100, 10, range_ratio=0.3, seed=1)
 
 
-def test_mooncake_ids_become_equal_text(tmp_path: Path) -> None:
+def test_equal_mooncake_hash_ids_give_equal_text(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text(MOONCAKE)
     requests = workload.read_trace(file, 10, speedup=2.0)
@@ -81,12 +81,12 @@ def test_mooncake_ids_become_equal_text(tmp_path: Path) -> None:
     assert one[:1024] == other[:1024]
     assert one[1024:1200] != other[1024:]
     assert one[:512] != third[:512]
-    said, more = (prompts.text(r.parts, seed=5).split() for r in requests[:2])
-    assert (len(said), len(more)) == (1300, 1200)
-    assert said[:1024] == more[:1024]
+    text, other_text = (prompts.text(r.parts, seed=5).split() for r in requests[:2])
+    assert (len(text), len(other_text)) == (1300, 1200)
+    assert text[:1024] == other_text[:1024]
 
 
-def test_a_trace_is_clipped_without_losing_what_it_shares(tmp_path: Path) -> None:
+def test_clipped_trace_keeps_shared_prefixes(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text(MOONCAKE)
     one, other = workload.read_trace(file, 2, max_input_len=700, max_output_len=64)
@@ -96,7 +96,7 @@ def test_a_trace_is_clipped_without_losing_what_it_shares(tmp_path: Path) -> Non
     assert prompts.token_ids(one.parts, 0, 3000) == prompts.token_ids(whole.parts, 0, 3000)[:700]
 
 
-def test_azure_rows_share_nothing(tmp_path: Path) -> None:
+def test_azure_rows_share_no_prefix(tmp_path: Path) -> None:
     file = tmp_path / "trace.csv"
     file.write_text(AZURE)
     first, second = workload.read_trace(file, 10)
@@ -106,7 +106,7 @@ def test_azure_rows_share_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a,b\n1,2\n", '{"timestamp": 1}\n', "TIMESTAMP,ContextTokens\nyesterday,1\n"])
-def test_another_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
+def test_file_of_unknown_format_is_refused_by_name(tmp_path: Path, text: str) -> None:
     (file := tmp_path / "notes.txt").write_text(text)
     with pytest.raises(PenstockError, match=r"notes\.txt"):
         workload.read_trace(file, 10)
@@ -120,42 +120,42 @@ def test_prompts_stay_in_the_vocabulary_and_follow_the_seed() -> None:
     assert drawn != prompts.token_ids([(1, 5000)], seed=1, vocab_size=2500)
 
 
-# What is made of the answers
+# --- Results ----------------------------------------------------------------------------------------------------------
 
 
-def sample(sent: float, chunks: list[float], output_tokens: int, **more: object) -> Sample:
-    seen = Sample(10, sent, sent, array("d", chunks), chunks[-1], output_tokens, 0, True, Outcome.OK)
-    for name, value in more.items():
-        setattr(seen, name, value)
-    return seen
+def sample(sent: float, chunks: list[float], output_tokens: int, **fields: object) -> Sample:
+    result = Sample(10, sent, sent, array("d", chunks), chunks[-1], output_tokens, 0, True, Outcome.OK)
+    for name, value in fields.items():
+        setattr(result, name, value)
+    return result
 
 
 SAMPLES = [
     sample(0.0, [0.1, 0.2, 0.4], 3),
-    sample(0.3, [0.5, 1.3], 5, due=0.25, cached_tokens=8),  # two tokens a chunk and more
+    sample(0.3, [0.5, 1.3], 5, due=0.25, cached_tokens=8),  # two or more tokens per chunk
     sample(1.5, [1.8], 1),
     Sample(10, due=1.6, sent=1.6, last=1.61, outcome=Outcome.REFUSED, reason="429 full"),
     Sample(10, due=1.7, sent=1.7, last=2.0, reason="500 broken"),
 ]
 
 
-def test_figures_are_those_of_hand() -> None:
-    found = report.compute_results(SAMPLES, [50, 99], ["ttft", "tpot", "itl", "e2el"], {})
-    assert (found["completed"], found["refused"], found["failed"]) == (3, 1, 1)
-    assert found["errors"] == {"429 full": 1, "500 broken": 1}
-    assert (found["total_input_tokens"], found["total_cached_tokens"], found["total_output_tokens"]) == (30, 8, 9)
-    assert found["duration"] == pytest.approx(2.0)
-    assert found["request_throughput"] == pytest.approx(1.5)
-    assert found["output_throughput"] == pytest.approx(4.5)
-    assert found["total_token_throughput"] == pytest.approx(19.5)
-    assert found["max_output_tokens_per_s"] == pytest.approx(3 + 2.5)  # of the second request, half in each second
-    assert found["max_concurrent_requests"] == 2
-    assert found["p99_send_lag_ms"] == pytest.approx(48.0)  # 0, 0, 0, 0, 50: four hundredths below the greatest
-    assert (found["mean_ttft_ms"], found["median_ttft_ms"]) == (pytest.approx(200.0), pytest.approx(200.0))
-    assert found["p99_ttft_ms"] == pytest.approx(298.0)  # 100, 200, 300
-    assert found["mean_tpot_ms"] == pytest.approx((150 + 200) / 2)  # 0.3 s for two tokens, 0.8 s for four
-    assert found["mean_itl_ms"] == pytest.approx((100 + 200 + 800) / 3)
-    assert found["p50_e2el_ms"] == pytest.approx(400.0)  # 400, 1000, 300
+def test_results_match_hand_computed_values() -> None:
+    results = report.compute_results(SAMPLES, [50, 99], ["ttft", "tpot", "itl", "e2el"], {})
+    assert (results["completed"], results["refused"], results["failed"]) == (3, 1, 1)
+    assert results["errors"] == {"429 full": 1, "500 broken": 1}
+    assert (results["total_input_tokens"], results["total_cached_tokens"], results["total_output_tokens"]) == (30, 8, 9)
+    assert results["duration"] == pytest.approx(2.0)
+    assert results["request_throughput"] == pytest.approx(1.5)
+    assert results["output_throughput"] == pytest.approx(4.5)
+    assert results["total_token_throughput"] == pytest.approx(19.5)
+    assert results["max_output_tokens_per_s"] == pytest.approx(3 + 2.5)  # half of the second request in each second
+    assert results["max_concurrent_requests"] == 2
+    assert results["p99_send_lag_ms"] == pytest.approx(48.0)  # of 0, 0, 0, 0 and 50 ms
+    assert (results["mean_ttft_ms"], results["median_ttft_ms"]) == (pytest.approx(200.0), pytest.approx(200.0))
+    assert results["p99_ttft_ms"] == pytest.approx(298.0)  # of 100, 200 and 300 ms
+    assert results["mean_tpot_ms"] == pytest.approx((150 + 200) / 2)  # 0.3 s / 2 tokens and 0.8 s / 4 tokens
+    assert results["mean_itl_ms"] == pytest.approx((100 + 200 + 800) / 3)
+    assert results["p50_e2el_ms"] == pytest.approx(400.0)  # of 400, 1000 and 300 ms
 
 
 @pytest.mark.parametrize(
@@ -168,26 +168,26 @@ def test_figures_are_those_of_hand() -> None:
         ({"ttft": 1}, 0),
     ],
 )
-def test_goodput_counts_what_keeps_every_limit(limits: dict[str, float], kept: int) -> None:
+def test_goodput_counts_requests_within_all_limits(limits: dict[str, float], kept: int) -> None:
     assert report.compute_results(SAMPLES, [], [], limits)["request_goodput"] == pytest.approx(kept / 2.0)
 
 
-def test_the_table_tells_figures_and_doubts() -> None:
-    found = report.compute_results(SAMPLES[2:], [99.9], ["ttft", "itl"], {"ttft": 250})
-    said = report.table(found | {"model_id": "m", "client_cpu": 0.95}, [99.9], ["ttft", "itl"])
-    assert "1 ok, 1 refused, 1 failed" in said
-    assert re.search(r"^TTFT +300.00 +300.00 +300.00$", said, re.MULTILINE)
-    assert re.search(r"^ITL +– +– +–$", said, re.MULTILINE)
-    assert "p99.9" in said
-    assert "the client was a bottleneck" in said
+def test_table_shows_results_and_client_bottleneck() -> None:
+    results = report.compute_results(SAMPLES[2:], [99.9], ["ttft", "itl"], {"ttft": 250})
+    table = report.table(results | {"model_id": "m", "client_cpu": 0.95}, [99.9], ["ttft", "itl"])
+    assert "1 ok, 1 refused, 1 failed" in table
+    assert re.search(r"^TTFT +300.00 +300.00 +300.00$", table, re.MULTILINE)
+    assert re.search(r"^ITL +– +– +–$", table, re.MULTILINE)
+    assert "p99.9" in table
+    assert "the client was a bottleneck" in table
 
 
-def test_events_are_whole_wherever_the_network_cuts() -> None:
+def test_events_are_complete_at_any_chunk_boundaries() -> None:
     stream = b': hello\r\ndata: {"a": 1}\r\n\r\nevent: x\ndata:{"b": 2}\n\ndata: [DONE]\n\n'
     for size in range(1, len(stream)):
         reader = EventReader()
-        cut = [payload for i in range(0, len(stream), size) for payload in reader.feed(stream[i : i + size])]
-        assert cut == [b'{"a": 1}', b'{"b": 2}', b"[DONE]"]
+        payloads = [payload for i in range(0, len(stream), size) for payload in reader.feed(stream[i : i + size])]
+        assert payloads == [b'{"a": 1}', b'{"b": 2}', b"[DONE]"]
 
 
 @pytest.mark.parametrize(
@@ -197,31 +197,31 @@ def test_errors_of_every_shape_are_read(body: bytes) -> None:
     assert error_message(body) == "no such"
 
 
-# A peer that answers as it is told
+# --- The client, against a scripted peer ------------------------------------------------------------------------------
 
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def event(text: str = "", end: str | None = None, **more: object) -> bytes:
-    payload = {"choices": [{"text": text, "finish_reason": end}]} | more
+def event(text: str = "", end: str | None = None, **fields: object) -> bytes:
+    payload = {"choices": [{"text": text, "finish_reason": end}]} | fields
     return b"data: " + json.dumps(payload).encode() + b"\n\n"
 
 
-def streaming(*parts: bytes, pause: float = 0.0) -> Answer:
+def stream_chunks(*chunks: bytes, pause: float = 0.0) -> Answer:
     async def answer(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        for part in parts:
+        for chunk in chunks:
             await asyncio.sleep(pause)
-            await response.write(part)
+            await response.write(chunk)
         return response
 
     return answer
 
 
-def measured(answer: Answer, requests: list[Request], concurrency: int = 0) -> list[Sample]:
-    """Samples of a load on a peer that answers so."""
+def run_load(answer: Answer, requests: list[Request], concurrency: int = 0) -> list[Sample]:
+    """Send requests to a peer with this handler; return the samples."""
 
     async def load() -> list[Sample]:
         app = web.Application()
@@ -240,26 +240,26 @@ ONE = Request(((1, 20),), 4)
 USAGE = {"usage": {"prompt_tokens": 21, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 16}}}
 
 
-def test_the_servers_own_count_is_taken() -> None:
+def test_token_counts_come_from_server_usage() -> None:
     last = b"data: " + json.dumps({"choices": [], **USAGE}).encode() + b"\n\ndata: [DONE]\n\n"
-    (seen,) = measured(streaming(event(), event("a"), event("b c"), event("", "length"), last, pause=0.02), [ONE])
-    assert (seen.outcome, seen.input_tokens, seen.output_tokens, seen.cached_tokens) == (Outcome.OK, 21, 4, 16)
-    assert len(seen.chunks) == 2  # the first chunk, with no text, was no token, and the last was none either
-    assert 0.04 <= seen.ttft < seen.e2el
-    assert seen.e2el >= 0.08
-    assert seen.tpot == pytest.approx((seen.e2el - seen.ttft) / 3)
+    (sample,) = run_load(stream_chunks(event(), event("a"), event("b c"), event("", "length"), last, pause=0.02), [ONE])
+    assert (sample.outcome, sample.input_tokens, sample.output_tokens, sample.cached_tokens) == (Outcome.OK, 21, 4, 16)
+    assert len(sample.chunks) == 2  # the first and the last chunk have no text and are not counted
+    assert 0.04 <= sample.ttft < sample.e2el
+    assert sample.e2el >= 0.08
+    assert sample.tpot == pytest.approx((sample.e2el - sample.ttft) / 3)
 
 
-def test_without_a_count_chunks_are_tokens() -> None:
-    (seen,) = measured(streaming(event("a"), event("b", "stop")), [ONE])
-    assert (seen.outcome, seen.counted, seen.input_tokens, seen.output_tokens) == (Outcome.OK, False, 20, 2)
+def test_chunks_count_as_tokens_without_usage() -> None:
+    (sample,) = run_load(stream_chunks(event("a"), event("b", "stop")), [ONE])
+    assert (sample.outcome, sample.counted, sample.input_tokens, sample.output_tokens) == (Outcome.OK, False, 20, 2)
 
 
-async def full(request: web.Request) -> web.StreamResponse:
+async def queue_full(request: web.Request) -> web.StreamResponse:
     return web.json_response({"error": {"message": "the queue is full"}}, status=429)
 
 
-async def gone(request: web.Request) -> web.StreamResponse:
+async def close_connection(request: web.Request) -> web.StreamResponse:
     assert request.transport is not None
     request.transport.close()
     return web.Response()
@@ -268,43 +268,43 @@ async def gone(request: web.Request) -> web.StreamResponse:
 @pytest.mark.parametrize(
     ("answer", "outcome", "reason"),
     [
-        (full, Outcome.REFUSED, "429 the queue is full"),
-        (gone, Outcome.FAILED, "disconnected"),
-        (streaming(event("a")), Outcome.FAILED, "without a finish reason"),
-        (streaming(event("a"), b'data: {"error": {"message": "engine died"}}\n\n'), Outcome.FAILED, "engine died"),
-        (streaming(b"data: {nonsense\n\n"), Outcome.FAILED, "malformed"),
+        (queue_full, Outcome.REFUSED, "429 the queue is full"),
+        (close_connection, Outcome.FAILED, "disconnected"),
+        (stream_chunks(event("a")), Outcome.FAILED, "without a finish reason"),
+        (stream_chunks(event("a"), b'data: {"error": {"message": "engine died"}}\n\n'), Outcome.FAILED, "engine died"),
+        (stream_chunks(b"data: {nonsense\n\n"), Outcome.FAILED, "malformed"),
     ],
 )
-def test_what_is_no_answer_has_a_reason(answer: Answer, outcome: Outcome, reason: str) -> None:
-    (seen,) = measured(answer, [ONE])
-    assert seen.outcome is outcome
-    assert reason in seen.reason
+def test_failed_request_has_outcome_and_reason(answer: Answer, outcome: Outcome, reason: str) -> None:
+    (sample,) = run_load(answer, [ONE])
+    assert sample.outcome is outcome
+    assert reason in sample.reason
 
 
 def test_arrivals_do_not_wait_for_answers() -> None:
-    """Nobody is answered here before all have asked."""
+    """No request is answered before all have arrived."""
     requests = [Request(((i, 5),), 1, at=0.05 * i) for i in range(6)]
-    all_here = asyncio.Barrier(len(requests))
+    all_arrived = asyncio.Barrier(len(requests))
 
     async def answer(request: web.Request) -> web.StreamResponse:
-        await all_here.wait()
-        return await streaming(event("a", "stop"))(request)
+        await all_arrived.wait()
+        return await stream_chunks(event("a", "stop"))(request)
 
-    seen = measured(answer, requests)
-    assert [s.due for s in seen] == [r.at for r in requests]
-    assert all(s.sent >= s.due for s in seen)
-    assert report.running(seen)[1].max() == len(requests)
+    samples = run_load(answer, requests)
+    assert [s.due for s in samples] == [r.at for r in requests]
+    assert all(s.sent >= s.due for s in samples)
+    assert report.running(samples)[1].max() == len(requests)
 
 
-def test_concurrency_is_a_limit() -> None:
+def test_max_concurrency_limits_running_requests() -> None:
     requests = [Request(((i, 5),), 1) for i in range(7)]
-    begun = time.perf_counter()
-    seen = measured(streaming(event("a", "stop"), pause=0.05), requests, concurrency=2)
-    assert time.perf_counter() - begun >= 4 * 0.05
-    assert report.running(seen)[1].max() == 2
+    start = time.perf_counter()
+    samples = run_load(stream_chunks(event("a", "stop"), pause=0.05), requests, concurrency=2)
+    assert time.perf_counter() - start >= 4 * 0.05
+    assert report.running(samples)[1].max() == 2
 
 
-# The command
+# --- The command ------------------------------------------------------------------------------------------------------
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -312,12 +312,12 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_help_waits_for_no_library() -> None:
+def test_help_imports_no_large_library() -> None:
     code = "import sys\nfrom penstock.cli.main import main\ntry:\n main(['bench', 'serve', '--help'])\n"
     code += "except SystemExit:\n sys.exit(bool({'torch', 'aiohttp', 'matplotlib', 'numpy'} & sys.modules.keys()))"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert said.returncode == 0, said.stderr
-    assert "--max-concurrency INT" in said.stdout
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "--max-concurrency INT" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -334,29 +334,29 @@ def test_help_waits_for_no_library() -> None:
     ],
 )
 def test_wrong_option_is_refused_before_any_request(flag: str, value: str, message: str) -> None:
-    said = bench(flag, value)
-    assert said.returncode == 2
-    assert said.stderr.startswith(f"penstock bench: {message}")
-    assert said.stderr.count("\n") == 1
+    result = bench(flag, value)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"penstock bench: {message}")
+    assert result.stderr.count("\n") == 1
 
 
-def test_nobody_there_is_one_sentence() -> None:
-    said = bench("--base-url", "http://127.0.0.1:9", "--goodput", "ttft:500", "e2el:2000.5")
-    assert said.returncode == 2
-    assert said.stderr.startswith("penstock bench: http://127.0.0.1:9 does not respond")
-    assert said.stderr.count("\n") == 1
+def test_unreachable_server_prints_one_sentence() -> None:
+    result = bench("--base-url", "http://127.0.0.1:9", "--goodput", "ttft:500", "e2el:2000.5")
+    assert result.returncode == 2
+    assert result.stderr.startswith("penstock bench: http://127.0.0.1:9 does not respond")
+    assert result.stderr.count("\n") == 1
 
 
-def test_our_server_under_load(tmp_path: Path) -> None:
+def test_benchmark_of_penstock_server(tmp_path: Path) -> None:
     picture, sizes = tmp_path / "load.png", ["--num-prompts", "8", "--max-concurrency", "4", "--ignore-eos"]
     with (tmp_path / "log").open("w+b") as log, Server([], log) as server:
         server.wait_for(200)
-        where = ["--base-url", f"http://127.0.0.1:{server.port}/v1"]
-        printed = bench(*where, *sizes, "--random-output-len", "50", "--json", "-", "--picture", str(picture))
+        server_url = ["--base-url", f"http://127.0.0.1:{server.port}/v1"]
+        printed = bench(*server_url, *sizes, "--random-output-len", "50", "--json", "-", "--picture", str(picture))
         (tmp_path / "trace.jsonl").write_text(MOONCAKE)
         trace = ["--dataset-path", str(tmp_path / "trace.jsonl"), "--trace-speedup", "10", "--max-output-len", "4"]
-        replayed = bench(*where, *trace, "--endpoint", "/v1/chat/completions")
-        unknown = bench(*where, "--model", "nobody")
+        replayed = bench(*server_url, *trace, "--endpoint", "/v1/chat/completions")
+        unknown = bench(*server_url, "--model", "nobody")
     assert printed.returncode == 0, printed.stderr
     figures = json.loads(printed.stdout)
     assert (figures["completed"], figures["failed"], figures["without_usage"]) == (8, 0, 0)

@@ -1,4 +1,4 @@
-"""Error messages have at most 500 characters and one line, whatever the file or request that they quote."""
+"""Error messages have one line and at most 500 characters, for any damaged file or oversized request value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from serving import Served, Servers
 from penstock import LLM, demo
 from penstock.core import PenstockError
 
-LONGEST = 500
+MAX_LENGTH = 500
 LONG = "long " * 20_000
 WORD = "w" * 100_000
 INDEX = "model.safetensors.index.json"
@@ -52,16 +52,18 @@ def long_number(path: Path) -> None:
 
 
 def long_strings(path: Path) -> None:
-    """Every string of the file, names of fields included, or one at each place where the file is missing."""
+    """Lengthen every string of a JSON file and add a long field name; write an index with long names if absent."""
 
-    def grown(value: Any) -> Any:
+    def lengthen(value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: grown(entry) for name, entry in value.items()} | {WORD: 1}
+            return {name: lengthen(entry) for name, entry in value.items()} | {WORD: 1}
         if isinstance(value, list):
-            return [grown(entry) for entry in value]
+            return [lengthen(entry) for entry in value]
         return value + LONG if isinstance(value, str) else value
 
-    path.write_text(json.dumps(grown(json.loads(path.read_text()) if path.exists() else {"weight_map": {WORD: WORD}})))
+    path.write_text(
+        json.dumps(lengthen(json.loads(path.read_text()) if path.exists() else {"weight_map": {WORD: WORD}}))
+    )
 
 
 DAMAGES = (not_utf8, deep, cut, folder_instead, number, long_number, long_strings)
@@ -77,27 +79,27 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def check_file(folder: Path, name: str, damage: Callable[[Path], None]) -> None:
-    """A damaged file is refused in one sentence, if at all."""
+    """Check that loading succeeds or raises a bounded one-line error."""
     damage(folder / name)
     try:
         LLM(str(folder), num_gpu_blocks_override=20)
     except PenstockError as error:
-        assert 0 < len(str(error)) <= LONGEST and "\n" not in str(error), str(error)
+        assert 0 < len(str(error)) <= MAX_LENGTH and "\n" not in str(error), str(error)
 
 
 @pytest.mark.parametrize(("name", "damage"), Random(1).sample(CASES, 6))
-def test_damaged_file_is_one_sentence(checkpoint: Path, name: str, damage: Callable[[Path], None]) -> None:
+def test_damaged_file_gives_bounded_message(checkpoint: Path, name: str, damage: Callable[[Path], None]) -> None:
     check_file(checkpoint, name, damage)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("name", "damage"), CASES)
-def test_every_damaged_file_is_one_sentence(checkpoint: Path, name: str, damage: Callable[[Path], None]) -> None:
+def test_every_damaged_file_gives_bounded_message(checkpoint: Path, name: str, damage: Callable[[Path], None]) -> None:
     check_file(checkpoint, name, damage)
 
 
 @pytest.mark.parametrize(
-    ("files", "words"),
+    ("files", "message"),
     [
         ([f"model-{part:05}-of-03000.safetensors" for part in range(3000)], "lacks 3000 files"),
         (["x" * 5000 + ".safetensors"], "a name of 5012 characters"),
@@ -105,40 +107,40 @@ def test_every_damaged_file_is_one_sentence(checkpoint: Path, name: str, damage:
         (["a", "b.safetensors"], "which is not a .safetensors file"),
     ],
 )
-def test_index_that_names_other_files_is_one_sentence(checkpoint: Path, files: list[str], words: str) -> None:
+def test_index_with_missing_files_gives_bounded_message(checkpoint: Path, files: list[str], message: str) -> None:
     (checkpoint / INDEX).write_text(json.dumps({"weight_map": {f"tensor{i}": file for i, file in enumerate(files)}}))
-    with pytest.raises(PenstockError, match=words) as refused:
+    with pytest.raises(PenstockError, match=message) as refused:
         LLM(str(checkpoint), num_gpu_blocks_override=20)
-    assert len(str(refused.value)) <= LONGEST
+    assert len(str(refused.value)) <= MAX_LENGTH
 
 
-def test_message_keeps_its_beginning_and_its_end() -> None:
+def test_shortened_message_keeps_beginning_and_end() -> None:
     message = str(PenstockError.of(PenstockError("invalid", f"field: {WORD} is wrong; do this").failure))  # type: ignore[arg-type]
-    assert message.startswith("field: www") and message.endswith("www is wrong; do this") and len(message) <= LONGEST
+    assert message.startswith("field: www") and message.endswith("www is wrong; do this") and len(message) <= MAX_LENGTH
 
 
 # --- Requests ---------------------------------------------------------------------------------------------------------
 
 
-def places(value: Any) -> Iterator[list[str | int]]:
-    """Every place of a request."""
+def paths_in(value: Any) -> Iterator[list[str | int]]:
+    """Paths of all values in a request body."""
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, entry in entries:
         yield [key]
-        yield from ([key, *rest] for rest in places(entry))
+        yield from ([key, *rest] for rest in paths_in(entry))
 
 
-def changed(body: Any, place: list[str | int], text: str) -> Any:
+def changed(body: Any, path: list[str | int], text: str) -> Any:
     copy = json.loads(json.dumps(body))
-    at = copy
-    for key in place[:-1]:
-        at = at[key]
-    at[place[-1]] = text
+    parent = copy
+    for key in path[:-1]:
+        parent = parent[key]
+    parent[path[-1]] = text
     return copy
 
 
 def messages(value: Any) -> Iterator[str]:
-    """All texts of an error document that may quote the request."""
+    """All texts of an error document."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
@@ -156,7 +158,7 @@ def check_request(server: Served, base: Base, body: Any) -> None:
     except ValueError:
         document = answer.text
     for text in messages(document):
-        assert len(text) <= LONGEST, (base.path, len(text), text[:200], text[-200:])
+        assert len(text) <= MAX_LENGTH, (base.path, len(text), text[:200], text[-200:])
     for name, value in answer.headers.items():
         assert len(value) <= 1024, name
 
@@ -165,7 +167,7 @@ REQUESTS = [
     (base, place, text)
     for base in BASES
     if base.status == 200 and not base.settings and not base.headers
-    for place in [*places(base.body), ["model"], ["unknown_field"], ["x" * 50_000]]
+    for place in [*paths_in(base.body), ["model"], ["unknown_field"], ["x" * 50_000]]
     for text in (WORD, LONG)
 ]
 
@@ -177,8 +179,8 @@ def server(servers: Servers) -> Served:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_long_values_are_not_echoed(server: Served, seed: int) -> None:
-    for base, place, text in Random(seed).sample(REQUESTS, 25):
-        check_request(server, base, changed(base.body, place, text))
+    for base, path, text in Random(seed).sample(REQUESTS, 25):
+        check_request(server, base, changed(base.body, path, text))
 
 
 @pytest.mark.thorough
@@ -193,4 +195,6 @@ def test_long_values_of_every_field_are_not_echoed(server: Served, path: str) ->
 def test_long_headers_and_paths_are_not_echoed(server: Served, name: str) -> None:
     for path in ("/v1/chat/completions", "/v1/messages", "/api/chat", "/v2/models/x/infer", "/" + "p" * 5000):
         answer = httpx.post(server.root + path, json={"model": "x" * 5000}, headers={name: "h" * 5000})
-        assert answer.status_code >= 400 and all(len(text) <= LONGEST for text in messages(answer.json())), answer.text
+        assert answer.status_code >= 400 and all(len(text) <= MAX_LENGTH for text in messages(answer.json())), (
+            answer.text
+        )

@@ -1,4 +1,4 @@
-"""``penstock chat`` through a pipe and through a terminal, with an engine of its own and with a server."""
+"""``penstock chat`` through a pipe and on a terminal, with a local engine and with a server."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ import pytest
 from image_checkpoints import plain, save_colours
 from serving import Served
 
-HERE = ("--num-gpu-blocks-override", "200", "--temperature", "0")
+LOCAL = ("--num-gpu-blocks-override", "200", "--temperature", "0")
 KEY = "a-key-for-tests"
 CHAT = [sys.executable, "-m", "penstock.cli.main", "chat"]
-UNTORCHED = """
+WITHOUT_TORCH = """
 import sys
 from penstock.cli.main import main
 
@@ -39,7 +39,7 @@ WEATHER = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
 IN_PARIS = "巴黎今天天气怎么样？"
-NAMED = ["My name is Anna.", "What is my name?"]
+NAME_QUESTIONS = ["My name is Anna.", "What is my name?"]
 
 
 @pytest.fixture(scope="module")
@@ -48,32 +48,32 @@ def served() -> Iterator[Served]:
         yield server
 
 
-def piped(*arguments: str, lines: list[str], command: list[str] = CHAT) -> subprocess.CompletedProcess[str]:
+def run_piped(*arguments: str, lines: list[str], command: list[str] = CHAT) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"OPENAI_API_KEY": KEY}
     stdin = "".join(f"{line}\n" for line in lines)
     return subprocess.run([*command, *arguments], input=stdin, capture_output=True, text=True, env=environment)
 
 
 class Person:
-    """Someone at a terminal."""
+    """User of a chat command on a pseudo-terminal."""
 
     def __init__(
         self, home: Path, *arguments: str, command: Sequence[str] = CHAT, environment: Mapping[str, str] = {}
     ) -> None:
-        self._terminal, theirs = pty.openpty()
+        self._terminal, slave = pty.openpty()
         state = {"XDG_STATE_HOME": str(home), "OPENAI_API_KEY": KEY}
         self._process = subprocess.Popen(
             [*command, *arguments],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
             env={**os.environ, "TERM": "xterm", **environment, **state},
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # whose Ctrl-C it gets
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C reaches the command
         )
-        os.close(theirs)
+        os.close(slave)
         self.seen = ""
-        """Since it was last typed."""
+        """Output since the last ``type``."""
 
     def __enter__(self) -> Self:
         return self
@@ -90,14 +90,14 @@ class Person:
         os.write(self._terminal, text.encode())
 
     def see(self, pattern: str, limit: float = 60.0) -> re.Match[str]:
-        """Wait until it is on the screen."""
+        """Wait until the output since the last ``type`` matches ``pattern``."""
         deadline = time.monotonic() + limit
         while not (found := re.search(pattern, self.seen, re.DOTALL)):
             assert self._read(deadline), f"no {pattern!r} in {self.seen!r}"
         return found
 
     def interrupt(self, pattern: str) -> None:
-        """Press Ctrl-C until it has shown: one that comes while readline handles other keys waits for the next key."""
+        """Press Ctrl-C until ``pattern`` is shown: while readline handles keys, a Ctrl-C waits for the next key."""
         for _ in range(6):
             self.type("\x03")
             with suppress(AssertionError):
@@ -106,7 +106,7 @@ class Person:
         raise AssertionError(f"no {pattern!r} in {self.seen!r}")
 
     def leave(self, key: str) -> int:
-        """Press a key until it ends, as readline may lose a Ctrl-C right after its prompt; the exit status."""
+        """Press a key until the command ends (readline may lose a Ctrl-C after its prompt); return the exit status."""
         for _ in range(6):
             self.type(key)
             deadline = time.monotonic() + 5
@@ -114,40 +114,49 @@ class Person:
                 pass
             with suppress(subprocess.TimeoutExpired):
                 return self._process.wait(5)
-        raise AssertionError(f"it does not end: {self.seen!r}")
+        raise AssertionError(f"the command does not end: {self.seen!r}")
 
     def _read(self, deadline: float) -> bool:
         ready, _, _ = select.select([self._terminal], [], [], max(0.0, deadline - time.monotonic()))
         try:
             self.seen += os.read(self._terminal, 65536).decode(errors="replace") if ready else ""
-        except OSError:  # the other end is closed
+        except OSError:  # the command has closed its end
             return False
         return bool(ready)
 
 
-def test_commands_take_back_save_and_load(served: Served, tmp_path: Path) -> None:
+def test_commands_undo_save_and_load_conversation(served: Served, tmp_path: Path) -> None:
     file = tmp_path / "conversation.json"
-    lines = [*NAMED, "/undo", f"/save {file}", "/clear", NAMED[1], f"/load {file}", NAMED[1], "/set temperature 1"]
+    lines = [
+        *NAME_QUESTIONS,
+        "/undo",
+        f"/save {file}",
+        "/clear",
+        NAME_QUESTIONS[1],
+        f"/load {file}",
+        NAME_QUESTIONS[1],
+        "/set temperature 1",
+    ]
     lines += ["/set seed 3", "/retry", "/retry", "/info", "/exit", "never asked"]
-    said = piped("--url", served.url, "--temperature", "0", "--system", "You are kind.", lines=lines)
-    assert said.returncode == 0, said.stderr
-    answers = said.stdout.splitlines()
+    result = run_piped("--url", served.url, "--temperature", "0", "--system", "You are kind.", lines=lines)
+    assert result.returncode == 0, result.stderr
+    answers = result.stdout.splitlines()
     assert "Anna" in answers[1]
     assert "Anna" not in answers[2]
     assert answers[3] == answers[1]
-    assert answers[4] == answers[5], "of the same seed and the same messages"
+    assert answers[4] == answers[5], "equal seed and messages must give equal answers"
     assert answers[6].startswith("model     penstock-demo")
     assert re.fullmatch(r"context   \d+ of 2048 tokens after the last answer", answers[7])
     assert re.fullmatch(r"answers   6, \d+ tokens, .* tokens/s", answers[8])
     assert len(answers) == 9
     messages = json.loads(file.read_text())
     assert [message["role"] for message in messages] == ["system", "user", "assistant"]
-    assert messages[1]["content"] == NAMED[0]
+    assert messages[1]["content"] == NAME_QUESTIONS[0]
 
 
-def test_what_is_wrong_is_told_and_the_rest_goes_on(tmp_path: Path) -> None:
+def test_wrong_input_is_reported_and_chat_continues(tmp_path: Path) -> None:
     (tmp_path / "odd.json").write_text('[{"role": "stranger", "content": "Hi"}]')
-    wrong = {
+    messages = {
         "/retrx": "did you mean retry",
         "/undo": "there is no message yet",
         "/set temprature 1": "did you mean temperature",
@@ -161,20 +170,22 @@ def test_what_is_wrong_is_told_and_the_rest_goes_on(tmp_path: Path) -> None:
         * 20: "the context is full; /undo removes the last turn, /reset starts a new conversation (prompt: has",
     }
     short = ("--max-model-len", "60")
-    said = piped(*HERE, *short, lines=[*wrong, "/set ignore_eos true", "Hi"])
-    assert said.returncode == 1
-    assert " engine: " not in said.stderr
-    told = [line for line in said.stderr.splitlines() if line.startswith("penstock chat: ")]
-    for words, line in zip([*wrong.values(), "the context is full; /undo"], told, strict=True):
+    result = run_piped(*LOCAL, *short, lines=[*messages, "/set ignore_eos true", "Hi"])
+    assert result.returncode == 1
+    assert " engine: " not in result.stderr
+    errors = [line for line in result.stderr.splitlines() if line.startswith("penstock chat: ")]
+    for message, line in zip([*messages.values(), "the context is full; /undo"], errors, strict=True):
         assert line.startswith("penstock chat: ")
-        assert words in line
-    assert len(said.stdout) > 20
+        assert message in line
+    assert len(result.stdout) > 20
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_person_sees_it_come_and_stops_it(elsewhere: bool, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    server = request.getfixturevalue("served") if elsewhere else None
-    arguments = ("--url", server.url, "--temperature", "0") if server else HERE
+@pytest.mark.parametrize("remote", [False, True])
+def test_answer_is_streamed_and_ctrl_c_stops_answer(
+    remote: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    server = request.getfixturevalue("served") if remote else None
+    arguments = ("--url", server.url, "--temperature", "0") if server else LOCAL
     with Person(tmp_path, *arguments) as person:
         person.see(r"[⠋⠙⠹].*penstock-demo .*/help lists.*> ", limit=60)
         assert " engine: " not in person.seen
@@ -187,11 +198,11 @@ def test_a_person_sees_it_come_and_stops_it(elsewhere: bool, tmp_path: Path, req
         person.see(r"story\.\r\n.*\w{3,} \w+ .* \w+ .* \w+ ")
         person.type("\x03")
         person.see("\n.*> ")
-        person.type(f"/save {tmp_path / 'told.json'}\n")
+        person.type(f"/save {tmp_path / 'saved.json'}\n")
         person.see("\n.*> ")
-        question, answer = json.loads((tmp_path / "told.json").read_text())
+        question, answer = json.loads((tmp_path / "saved.json").read_text())
         assert question["content"] == "Tell me a story."
-        assert 10 < len(answer["content"]) < 5000, "it came in pieces, and was stopped long before the context is full"
+        assert 10 < len(answer["content"]) < 5000, "the answer must be stopped long before the context is full"
         person.type('/clear\n/set ignore_eos\n"""What is the\ncapital of Canada?"""\n')
         person.see(
             r"The capital of Canada is Ottawa\.\r\n\x1b\[2m\d+ tokens, [\d.]+ tokens/s, "
@@ -201,36 +212,46 @@ def test_a_person_sees_it_come_and_stops_it(elsewhere: bool, tmp_path: Path, req
         person.see(r"Ottawa\..*tokens/s.*> ")
         person.type("What is the capital\\\nof Canada?\n")
         person.see(r"tokens/s.*> ")
-        person.type(f"/save {tmp_path / 'told.json'}\n")
+        person.type(f"/save {tmp_path / 'saved.json'}\n")
         person.see("\n.*> ")
-        asked = [message["content"] for message in json.loads((tmp_path / "told.json").read_text())[::2]]
-        assert asked == ["What is the\ncapital of Canada?", "What is the capital\nof Canada?"]
-        if elsewhere:
+        questions = [message["content"] for message in json.loads((tmp_path / "saved.json").read_text())[::2]]
+        assert questions == ["What is the\ncapital of Canada?", "What is the capital\nof Canada?"]
+        if remote:
             person.interrupt(r"press Ctrl-C again.*\n> ")
-        assert person.leave("\x03" if elsewhere else "\x04") == 0
-    kept = (tmp_path / "penstock" / "chat_history").read_text().splitlines()
-    assert "Tell me a story." in kept
-    assert "of Canada?" in kept
+        assert person.leave("\x03" if remote else "\x04") == 0
+    history = (tmp_path / "penstock" / "chat_history").read_text().splitlines()
+    assert "Tell me a story." in history
+    assert "of Canada?" in history
 
 
-def test_a_pipe_is_a_conversation_here_and_elsewhere(served: Served) -> None:
-    lines = [*NAMED, "", "/clear", NAMED[1], "/set max_tokens 2", "你好", "What is this? " * 1000, "Hi", "/info"]
-    here = piped(*HERE, lines=lines, command=[sys.executable, "-c", UNTORCHED, "chat"])
-    there = piped("--url", served.url, "--temperature", "0", lines=lines)
-    assert here.returncode == there.returncode == 1, here.stderr + there.stderr
-    answers = here.stdout.splitlines()
+def test_piped_lines_are_one_conversation(served: Served) -> None:
+    lines = [
+        *NAME_QUESTIONS,
+        "",
+        "/clear",
+        NAME_QUESTIONS[1],
+        "/set max_tokens 2",
+        "你好",
+        "What is this? " * 1000,
+        "Hi",
+        "/info",
+    ]
+    local = run_piped(*LOCAL, lines=lines, command=[sys.executable, "-c", WITHOUT_TORCH, "chat"])
+    remote = run_piped("--url", served.url, "--temperature", "0", lines=lines)
+    assert local.returncode == remote.returncode == 1, local.stderr + remote.stderr
+    answers = local.stdout.splitlines()
     assert len(answers) == 8
     assert "Anna" in answers[1]
     assert "Anna" not in answers[2]
-    assert "\x1b" not in here.stdout
-    assert answers[:5] == there.stdout.splitlines()[:5]
-    assert f"penstock-demo at {served.url}" in there.stdout
-    assert "of 2048 tokens" in there.stdout
-    for said in (here.stderr, there.stderr):  # each in the words of its errors
-        assert re.match(r"penstock chat: the context is full; /undo .*\b(2047|2048)\b", said.splitlines()[-1])
+    assert "\x1b" not in local.stdout
+    assert answers[:5] == remote.stdout.splitlines()[:5]
+    assert f"penstock-demo at {served.url}" in remote.stdout
+    assert "of 2048 tokens" in remote.stdout
+    for errors in (local.stderr, remote.stderr):  # the two messages differ in detail
+        assert re.match(r"penstock chat: the context is full; /undo .*\b(2047|2048)\b", errors.splitlines()[-1])
 
 
-def test_what_a_server_refuses_is_one_sentence(served: Served) -> None:
+def test_refusal_of_server_prints_one_sentence(served: Served) -> None:
     cases = [
         (["--url", served.url, "--api-key", "wrong"], "returned status 401: an API key is missing or wrong"),
         (["--url", f"{served.root}/v2"], "returned status 404"),
@@ -239,20 +260,20 @@ def test_what_a_server_refuses_is_one_sentence(served: Served) -> None:
         (["--model-name", "some"], "url: is missing"),
         (["--temperature", "-1"], "temperature: must be at least 0"),
     ]
-    for arguments, words in cases:
-        said = piped(*arguments, lines=["Hi"])
-        assert said.returncode == 2
-        assert words in said.stderr
-        assert len(said.stderr.splitlines()) == 1
-    said = piped("--url", served.url, "--model-name", "other", lines=["Hi", "/set top_k -7"])
-    assert said.returncode == 1
-    assert "the model 'other' does not exist" in said.stderr
+    for arguments, message in cases:
+        result = run_piped(*arguments, lines=["Hi"])
+        assert result.returncode == 2
+        assert message in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+    result = run_piped("--url", served.url, "--model-name", "other", lines=["Hi", "/set top_k -7"])
+    assert result.returncode == 1
+    assert "the model 'other' does not exist" in result.stderr
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_tools(elsewhere: bool, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    server = request.getfixturevalue("served") if elsewhere else None
-    arguments = ("--url", server.url, "--temperature", "0") if server else HERE
+@pytest.mark.parametrize("remote", [False, True])
+def test_tool_calls_run_command_or_ask_for_result(remote: bool, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    server = request.getfixturevalue("served") if remote else None
+    arguments = ("--url", server.url, "--temperature", "0") if server else LOCAL
     file, script = tmp_path / "tools.json", tmp_path / "weather.py"
     file.write_text(json.dumps([WEATHER]))
     script.write_text(
@@ -275,34 +296,34 @@ def test_tools(elsewhere: bool, tmp_path: Path, request: pytest.FixtureRequest) 
         person.see("result: ")
         person.type('{"degrees": 35}\n')
         person.see(r"35.*tokens/s.*> ")
-        person.type(f"/save {tmp_path / 'told.json'}\n")
+        person.type(f"/save {tmp_path / 'saved.json'}\n")
         person.see("\n.*> ")
-        roles = [message["role"] for message in json.loads((tmp_path / "told.json").read_text())]
+        roles = [message["role"] for message in json.loads((tmp_path / "saved.json").read_text())]
         assert roles == ["user", "assistant", "tool", "assistant"]
         person.type("/regenerate\n")
         person.see(r"\[y/N\] ")
         person.interrupt(f"calls have no result; removed the message: {IN_PARIS}.*> ")
-        person.type(f"/load {tmp_path / 'told.json'}\n/tools\n")
+        person.type(f"/load {tmp_path / 'saved.json'}\n/tools\n")
         person.see("get_weather +查询城市的天气")
         person.type("Thanks. What is the capital of Canada?\n")
         person.see(r"tokens/s.*> ")
 
 
-def test_a_pipe_gives_results_of_tools(served: Served, tmp_path: Path) -> None:
+def test_piped_lines_contain_tool_results(served: Served, tmp_path: Path) -> None:
     (tmp_path / "tools.json").write_text(json.dumps([{"type": "function", "function": WEATHER}]))
     (tmp_path / "none.json").write_text('[{"function": {"description": "?"}}]')
     tools = f"/tools {tmp_path / 'tools.json'}"
     lines = [tools, IN_PARIS, '{"degrees": 35}', f"/tools {tmp_path / 'none.json'}", IN_PARIS]
-    said = piped("--url", served.url, "--temperature", "0", lines=lines)
-    assert said.returncode == 1
-    listed, call, answer, last = said.stdout.splitlines()
+    result = run_piped("--url", served.url, "--temperature", "0", lines=lines)
+    assert result.returncode == 1
+    listed, call, answer, last = result.stdout.splitlines()
     assert listed.startswith("get_weather")
     assert call == last == 'tool call: get_weather({"city": "巴黎"})'
     assert "35" in answer
-    assert re.search(r"has no tools in OpenAI's format: .*`name`.*\n.*1 tool calls have no result", said.stderr)
+    assert re.search(r"has no tools in OpenAI's format: .*`name`.*\n.*1 tool calls have no result", result.stderr)
 
 
-def test_reasoning_is_dimmed_or_folded(served: Served, tmp_path: Path) -> None:
+def test_reasoning_is_dimmed_or_folded_on_terminal(served: Served, tmp_path: Path) -> None:
     question = "What is 12 + 30?"
     with Person(tmp_path, "--url", served.url, "--temperature", "0") as person:
         person.see(r"/help lists.*> ")
@@ -323,7 +344,7 @@ def test_reasoning_is_dimmed_or_folded(served: Served, tmp_path: Path) -> None:
         person.see(re.escape(reasoning.splitlines()[0]))
 
 
-def test_images(tmp_path: Path) -> None:
+def test_images_are_attached_from_paths(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     save_colours(folder)
     paths = [tmp_path / name for name in ("a red one.png", "green.png")]
@@ -346,11 +367,11 @@ def test_images(tmp_path: Path) -> None:
         person.type(f"/image {tmp_path / 'none.png'}\n/image {folder / 'config.json'}\n")
         person.see("none.png cannot be read: No such file.*config.json is not an image")
     with Served("--model", str(folder), "--num-gpu-blocks-override", "32") as server:
-        said = piped("--url", server.url, "--image", str(paths[1]), "--max-tokens", "1", lines=["Which colour?"])
-    assert said.stdout == "green\n", said.stderr
+        result = run_piped("--url", server.url, "--image", str(paths[1]), "--max-tokens", "1", lines=["Which colour?"])
+    assert result.stdout == "green\n", result.stderr
 
 
-def test_a_plain_terminal(served: Served, tmp_path: Path) -> None:
+def test_plain_terminal_gets_no_escapes(served: Served, tmp_path: Path) -> None:
     plain_terminal = {"TERM": "dumb", "NO_COLOR": "1", "PYTHONIOENCODING": "ascii"}
     with Person(tmp_path, "--url", served.url, "--temperature", "0", environment=plain_terminal) as person:
         person.see(r"connecting to http.*/help lists.*> ")
@@ -363,9 +384,9 @@ def test_a_plain_terminal(served: Served, tmp_path: Path) -> None:
         assert "\x1b" not in person.seen
 
 
-def test_a_pipe_is_left_with_ctrl_c() -> None:
+def test_ctrl_c_ends_piped_chat() -> None:
     process = subprocess.Popen(
-        [*CHAT, *HERE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        [*CHAT, *LOCAL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     )
     assert process.stdin
     assert process.stdout
@@ -373,6 +394,6 @@ def test_a_pipe_is_left_with_ctrl_c() -> None:
     process.stdin.flush()
     assert process.stdout.read(20)
     os.killpg(process.pid, signal.SIGINT)
-    _, told = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert b"Traceback" not in told
+    assert b"Traceback" not in errors

@@ -1,4 +1,4 @@
-"""``penstock completion``, read by the shells that are installed, and the advice of ``penstock doctor``."""
+"""``penstock completion`` in the installed shells, and the advice of ``penstock doctor``."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def complete(script: Path, *words: str) -> list[str]:
-    """What bash offers for the last of these words after ``penstock``."""
+    """Bash completions of the last word after ``penstock``."""
     command = ["bash", "-c", BASH, "bash", str(script), "penstock", *words]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
 
-def test_bash(script: Path) -> None:
+def test_bash_completes_commands_options_and_values(script: Path) -> None:
     assert complete(script, "") == [*COMMANDS]
     assert complete(script, "do") == ["download", "doctor"]
     assert "--model" in complete(script, "serve", "--mod") and complete(script, "doctor", "--j") == ["--json"]
@@ -44,13 +44,13 @@ def test_bash(script: Path) -> None:
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_read_theirs(shell: str, tmp_path: Path) -> None:
-    written = run_in_process(main, "completion", shell).stdout
-    assert "kv-cache-dtype" in written and "int8" in written
+def test_zsh_and_fish_complete_options(shell: str, tmp_path: Path) -> None:
+    completion = run_in_process(main, "completion", shell).stdout
+    assert "kv-cache-dtype" in completion and "int8" in completion
     if shutil.which(shell) is None:
         pytest.skip(f"no {shell}")
     path = tmp_path / "script"
-    path.write_text(written)
+    path.write_text(completion)
     start, load = {
         "zsh": ([shell, "-f"], f'eval "$(cat {path})"'),
         "fish": ([shell, "--no-config"], f"source {path}"),
@@ -58,11 +58,11 @@ def test_other_shells_read_theirs(shell: str, tmp_path: Path) -> None:
     terminal = Terminal(*start, columns=100, lines=20, folder=tmp_path)
     try:
         terminal.type(f"{load}; echo rea''dy\n")
-        terminal.see(lambda screen: "\nready" in screen)
+        terminal.wait_for(lambda screen: "\nready" in screen)
         terminal.type("penstock serve --kv-cache-dt\t")
-        terminal.see(lambda screen: "penstock serve --kv-cache-dtype" in screen)
+        terminal.wait_for(lambda screen: "penstock serve --kv-cache-dtype" in screen)
         terminal.type(" in\t")
-        terminal.see(lambda screen: re.search("--kv-cache-dtype +int8", screen) is not None)
+        terminal.wait_for(lambda screen: re.search("--kv-cache-dtype +int8", screen) is not None)
     finally:
         terminal.close()
 
@@ -78,20 +78,20 @@ MACHINE: dict[str, Any] = {"isa": "avx2", "built": ["portable", "avx2"], "machin
 MACHINE |= {"kv_bytes": GIB, "free_bytes": 2 * GIB, "cores": (4, 4)}
 
 
-def advised(root: Path, files: dict[str, str], **given: Any) -> list[str]:
+def advice_for(root: Path, files: dict[str, str], **machine: Any) -> list[str]:
     for name, text in (GOOD | files).items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    return advice(**MACHINE | given, root=root)
+    return advice(**MACHINE | machine, root=root)
 
 
-def test_nothing_to_change(tmp_path: Path) -> None:
-    assert advised(tmp_path, {}) == []
-    assert advice(**MACHINE, root=tmp_path / "none") == []  # where the system tells nothing
+def test_good_settings_give_no_advice(tmp_path: Path) -> None:
+    assert advice_for(tmp_path, {}) == []
+    assert advice(**MACHINE, root=tmp_path / "none") == []  # none of the system's files exist
 
 
 @pytest.mark.parametrize(
-    ("files", "given", "words"),
+    ("files", "machine", "command"),
     [
         ({"sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]"}, {}, "echo madvise | sudo tee"),
         ({"sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "powersave"}, {}, "echo performance | sudo tee"),
@@ -103,6 +103,8 @@ def test_nothing_to_change(tmp_path: Path) -> None:
         ({}, {"cores": (2, 8)}, "docker update --cpus 8"),
     ],
 )
-def test_advice_has_the_command(tmp_path: Path, files: dict[str, str], given: dict[str, Any], words: str) -> None:
-    (sentence,) = advised(tmp_path, files, **given)
-    assert words in sentence
+def test_advice_contains_command_to_run(
+    tmp_path: Path, files: dict[str, str], machine: dict[str, Any], command: str
+) -> None:
+    (sentence,) = advice_for(tmp_path, files, **machine)
+    assert command in sentence

@@ -1,4 +1,4 @@
-"""HTTP/1.1 messages are delimited by their heads, whatever the packets: no body is executed as a request."""
+"""HTTP/1.1 framing for any split into packets: message heads delimit bodies, and no body is executed as a request."""
 
 from __future__ import annotations
 
@@ -28,37 +28,37 @@ MAX_HEAD = 1000
 
 
 def post(*lines: str, version: str = "1.1", length: bool = True, host: str = "host: x\r\n") -> bytes:
-    """The head of a request whose body is ``SMUGGLED``."""
+    """Head of a request whose body is ``SMUGGLED``."""
     fields = [*lines, f"content-length: {len(SMUGGLED)}"] if length else list(lines)
     return f"POST /first HTTP/{version}\r\n{host}{''.join(f'{line}{chr(13)}{chr(10)}' for line in fields)}\r\n".encode()
 
 
 class Exchange(NamedTuple):
-    """What a connection has led to."""
+    """Requests and responses of one connection."""
 
     requests: list[tuple[str, str, bytes]]
-    """Method, path and body of each request that was answered by the application."""
+    """Method, path and body of each request answered by the application."""
     refusals: list[tuple[str, int]]
-    """Path and status of each request that was refused by its head."""
+    """Path and status of each request refused because of its head."""
     statuses: list[int]
     """Status of each response."""
 
 
-async def exchange(pieces: Sequence[bytes]) -> Exchange:
-    """Send the pieces one after another on a connection to a server of this process, and read until it closes."""
-    done = Exchange([], [], [])
+async def exchange(packets: Sequence[bytes]) -> Exchange:
+    """Send packets on a connection to a server in this process; read until the connection is closed."""
+    result = Exchange([], [], [])
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         body, status = b"", 200
         if refused := scope.get("penstock.refused"):
             status = refused.status
-            done.refusals.append((scope["path"], status))
+            result.refusals.append((scope["path"], status))
         else:
             more = True
             try:
                 while more and (message := await receive())["type"] == "http.request":
                     body, more = body + message["body"], message["more_body"]
-                done.requests.append((scope["method"], scope["path"], body))
+                result.requests.append((scope["method"], scope["path"], body))
             except Exception:
                 status = 400
         await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"0")]})
@@ -72,20 +72,20 @@ async def exchange(pieces: Sequence[bytes]) -> Exchange:
     async with server:
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        heard = b""
+        received = b""
         try:
-            for piece in pieces:
-                writer.write(piece)
-                await asyncio.sleep(0)  # the server reads the piece by itself
+            for packet in packets:
+                writer.write(packet)
+                await asyncio.sleep(0)  # let the server read each packet separately
                 await asyncio.sleep(0)
             async with asyncio.timeout(30):
-                heard = await reader.read()
+                received = await reader.read()
         except ConnectionError:
             pass
         finally:
             writer.transport.abort()
-    done.statuses.extend(int(one) for one in re.findall(rb"HTTP/1.1 (\d+) ", heard))
-    return done
+    result.statuses.extend(int(status) for status in re.findall(rb"HTTP/1.1 (\d+) ", received))
+    return result
 
 
 FIRST = ("POST", "/first", SMUGGLED)
@@ -108,7 +108,7 @@ READ = {
     + b"00\r\n\r\n",
     "empty lines before": b"\r\n\r\n" + post() + SMUGGLED,
 }
-"""Requests whose body is ``SMUGGLED``, by what is special."""
+"""Requests whose body is ``SMUGGLED``, by their special property."""
 REFUSED = {
     "gzip": (post("transfer-encoding: gzip, chunked", length=False) + CHUNKED, 501),
     "identity": (post("transfer-encoding: identity", length=False) + SMUGGLED, 501),
@@ -143,7 +143,7 @@ REFUSED = {
     "large head": (post("x: " + "y" * MAX_HEAD) + SMUGGLED, 431),
     "large head without an end": (post("x: " + "y" * MAX_HEAD)[:-4], 431),
 }
-"""Requests that are refused by their head, and the status."""
+"""Requests refused because of their head, and the status."""
 BROKEN = {
     "chunk size": b"g\r\n" + SMUGGLED,
     "empty size": b"\r\n" + SMUGGLED,
@@ -163,39 +163,39 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", READ)
-def test_body_is_read_whole_with_every_split(name: str) -> None:
+def test_body_is_read_completely_at_every_split(name: str) -> None:
     data = READ[name] + NEXT
     step = 1 if len(data) < 400 else 7
-    for at in range(0, len(data), step):
-        done = asyncio.run(exchange([data[:at], data[at:]]))
-        assert done == Exchange([FIRST, AFTER], [], [200, 200]), at
+    for split_at in range(0, len(data), step):
+        result = asyncio.run(exchange([data[:split_at], data[split_at:]]))
+        assert result == Exchange([FIRST, AFTER], [], [200, 200]), split_at
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_ambiguous_head_is_refused_with_every_split(name: str) -> None:
+def test_ambiguous_head_is_refused_at_every_split(name: str) -> None:
     data, status = REFUSED[name]
-    for at in range(0, len(data), 1 if len(data) < 250 else 17):
-        done = asyncio.run(exchange([data[:at], data[at:]]))
-        assert not done.requests, at
-        assert [code for _, code in done.refusals] == [status], at
-        assert done.statuses == [status], at
-    done = asyncio.run(exchange([NEXT.replace(b"connection: close\r\n", b""), data]))
-    assert [path for _, path, _ in done.requests] == ["/next"], "a request before it is answered"
+    for split_at in range(0, len(data), 1 if len(data) < 250 else 17):
+        result = asyncio.run(exchange([data[:split_at], data[split_at:]]))
+        assert not result.requests, split_at
+        assert [code for _, code in result.refusals] == [status], split_at
+        assert result.statuses == [status], split_at
+    result = asyncio.run(exchange([NEXT.replace(b"connection: close\r\n", b""), data]))
+    assert [path for _, path, _ in result.requests] == ["/next"], "the request before the refused one must be answered"
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_malformed_chunked_body_ends_the_connection(name: str) -> None:
     head = post("transfer-encoding: chunked", length=False)
-    for at in range(len(head), len(head) + min(len(BROKEN[name]), 40)):
+    for split_at in range(len(head), len(head) + min(len(BROKEN[name]), 40)):
         data = head + BROKEN[name]
-        done = asyncio.run(exchange([data[:at], data[at:]]))
-        assert (done.requests, done.refusals) == ([], []), at
-        assert done.statuses == [400], at
+        result = asyncio.run(exchange([data[:split_at], data[split_at:]]))
+        assert (result.requests, result.refusals) == ([], []), split_at
+        assert result.statuses == [400], split_at
 
 
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[bytes, list[int]]:
-    """A request whose body is ``SMUGGLED``, a second request, and where to split both."""
+    """A request whose body is ``SMUGGLED`` followed by a second request, and offsets at which to split them."""
     fields = draw(
         st.lists(
             st.tuples(
@@ -216,11 +216,11 @@ def requests(draw: st.DrawFn) -> tuple[bytes, list[int]]:
 
 @settings(max_examples=150, deadline=None)
 @given(requests())
-def test_no_header_and_no_split_changes_where_a_body_ends(drawn: tuple[bytes, list[int]]) -> None:
+def test_headers_and_splits_do_not_change_end_of_body(drawn: tuple[bytes, list[int]]) -> None:
     data, splits = drawn
     bounds = [0, *splits, len(data)]
-    done = asyncio.run(exchange([data[at:end] for at, end in itertools.pairwise(bounds)]))
-    assert done.requests == [FIRST, AFTER]
+    result = asyncio.run(exchange([data[start:end] for start, end in itertools.pairwise(bounds)]))
+    assert result.requests == [FIRST, AFTER]
 
 
 # --- A server --------------------------------------------------------------------------------------------------------
@@ -231,16 +231,16 @@ def server(servers: Servers) -> Iterator[Served]:
     yield servers.get("--num-gpu-blocks-override", "400")
 
 
-def talk(served: Served, *pieces: bytes) -> bytes:
-    """What a server sends until it closes the connection."""
-    with socket.create_connection(("127.0.0.1", int(served.root.rpartition(":")[2])), timeout=60) as made:
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for piece in pieces:
-            made.sendall(piece)
-        heard = b""
-        while more := made.recv(2**16):
-            heard += more
-    return heard
+def talk(served: Served, *packets: bytes) -> bytes:
+    """Send packets; return all that the server sends until the connection is closed."""
+    with socket.create_connection(("127.0.0.1", int(served.root.rpartition(":")[2])), timeout=60) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for packet in packets:
+            connection.sendall(packet)
+        received = b""
+        while more := connection.recv(2**16):
+            received += more
+    return received
 
 
 @pytest.mark.parametrize("split", ["Upgr", "Upgrade: h", "\r\nUp", "Connection: Upgrade\r"])
@@ -251,24 +251,24 @@ def test_server_does_not_execute_a_body(server: Served, split: str) -> None:
         f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(text)}\r\n"
         "Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
     )
-    at = head.index(split) + len(split)
-    heard = talk(server, head[:at].encode(), head[at:].encode() + text + NEXT)
-    assert [int(one) for one in re.findall(rb"HTTP/1.1 (\d+) ", heard)] == [200, 404]  # /next does not exist
+    split_at = head.index(split) + len(split)
+    received = talk(server, head[:split_at].encode(), head[split_at:].encode() + text + NEXT)
+    assert [int(status) for status in re.findall(rb"HTTP/1.1 (\d+) ", received)] == [200, 404]  # /next does not exist
 
 
 @pytest.mark.parametrize(
-    ("path", "named"), [("/v1/chat/completions", "error"), ("/v1/messages", "error"), ("/generate", "error")]
+    ("path", "field"), [("/v1/chat/completions", "error"), ("/v1/messages", "error"), ("/generate", "error")]
 )
-def test_refused_head_is_answered_as_json_and_logged(server: Served, path: str, named: str) -> None:
+def test_refused_head_is_answered_as_json_and_logged(server: Served, path: str, field: str) -> None:
     before = len(server.lines)
-    heard = talk(server, f"POST {path} HTTP/1.1\r\ncontent-length: 2\r\n\r\n{{}}".encode())
-    head, _, body = heard.partition(b"\r\n\r\n")
+    received = talk(server, f"POST {path} HTTP/1.1\r\ncontent-length: 2\r\n\r\n{{}}".encode())
+    head, _, body = received.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ") and b"connection: close" in head
-    assert "Host must occur once" in str(json.loads(body)[named])
+    assert "Host must occur once" in str(json.loads(body)[field])
     assert server.find(re.escape(path) + ".*Host must occur once", before)
 
 
-def test_http_client_reads_the_error_of_a_large_head(server: Served) -> None:
+def test_http_client_can_read_error_for_large_head(server: Served) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", int(server.root.rpartition(":")[2]), timeout=60)
     connection.request("GET", "/v1/models", headers={"x": "y" * 70_000})
     answer = connection.getresponse()

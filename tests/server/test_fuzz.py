@@ -1,4 +1,4 @@
-"""Mutated requests to every endpoint: ``PENSTOCK_FUZZ_REQUESTS`` of them, drawn from ``PENSTOCK_FUZZ_SEED``."""
+"""Mutated requests to every endpoint; ``PENSTOCK_FUZZ_REQUESTS`` is their number, ``PENSTOCK_FUZZ_SEED`` the seed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from storm import LOOP_BLOCKED, MAX_LOOP_BLOCK, read_metrics
 REQUESTS = int(os.environ.get("PENSTOCK_FUZZ_REQUESTS", "800"))
 SEED = int(os.environ.get("PENSTOCK_FUZZ_SEED", "1"))
 SLACK = 64
-"""MiB that a process may have grown by since it was warm: what allocators keep."""
+"""MiB that a warm process may grow by: memory kept by allocators."""
 
 
-def test_mutated_requests(capsys: pytest.CaptureFixture[str]) -> None:
+def test_mutated_requests_cause_no_faults_or_leaks(capsys: pytest.CaptureFixture[str]) -> None:
     with Served("--num-gpu-blocks-override", "64", "--max-model-len", "256", "--grpc-port", "0") as served:
         before = served.pids
         report = asyncio.run(Fuzzer(served, SEED).run(REQUESTS))
@@ -26,7 +26,9 @@ def test_mutated_requests(capsys: pytest.CaptureFixture[str]) -> None:
         with capsys.disabled():
             print(f"\nseed {SEED}: {report}\npenstock:event_loop_holds_total {holds:.0f}")
         assert not report.faults
-        assert served.pids["engine"] == before["engine"] and served.pids["api"] == before["api"], "one died"
+        assert served.pids["engine"] == before["engine"] and served.pids["api"] == before["api"], (
+            "no process may be restarted"
+        )
         assert httpx.get(f"{served.root}/health").status_code == 200
         assert not [line for line in served.lines if "Traceback" in line]
         assert not report.leaks

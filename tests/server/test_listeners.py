@@ -1,4 +1,4 @@
-"""Ports besides the one for requests, and dialects that share paths."""
+"""Separate health and metrics ports, servers without HTTP, and base URLs that contain an endpoint's path."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def served() -> Iterator[Served]:
         yield served
 
 
-def test_health_and_metrics_have_ports_of_their_own(served: Served) -> None:
+def test_health_and_metrics_ports_serve_nothing_else(served: Served) -> None:
     others = [found[1] for line in served.lines if (found := re.search(r"health and metrics at (\S+)", line))]
     assert len(set(others)) == 2 and served.root not in others
     for root in others:
@@ -30,31 +30,31 @@ def test_health_and_metrics_have_ports_of_their_own(served: Served) -> None:
             assert refused.status_code == 404 and "only health and metrics" in refused.json()["error"]["message"]
 
 
-def test_http_can_be_off_where_grpc_is() -> None:
-    """Then health and metrics answer on their own ports, if they have any."""
-    off = Served("--port", "-1", "--grpc-port", "0", "--num-gpu-blocks-override", "40", "--health-port", "0")
+def test_http_can_be_disabled_only_with_grpc() -> None:
+    """Health and metrics still work on their separate ports."""
+    grpc_only = Served("--port", "-1", "--grpc-port", "0", "--num-gpu-blocks-override", "40", "--health-port", "0")
     try:
-        off.find("ready: penstock-demo without HTTP", limit=START_TIMEOUT)
-        health = off.find(r"health and metrics at (\S+)")[1]
+        grpc_only.find("ready: penstock-demo without HTTP", limit=START_TIMEOUT)
+        health = grpc_only.find(r"health and metrics at (\S+)")[1]
         assert httpx.get(f"{health}/v2/health/ready").status_code == 200
         assert httpx.get(f"{health}/v1/models").status_code == 404
-        with triton.InferenceServerClient(off.find(r"gRPC at (\S+)")[1]) as client:
+        with triton.InferenceServerClient(grpc_only.find(r"gRPC at (\S+)")[1]) as client:
             assert client.is_model_ready("ensemble")
-        off.terminate()
-        assert off.ended() == 0
+        grpc_only.terminate()
+        assert grpc_only.ended() == 0
     finally:
-        off.kill()
-    deaf = Served("--port", "-1")
-    assert deaf.ended() == 2
-    assert "port: is -1 (no HTTP) without grpc_port" in deaf.lines[-1]
+        grpc_only.kill()
+    without_ports = Served("--port", "-1")
+    assert without_ports.ended() == 2
+    assert "port: is -1 (no HTTP) without grpc_port" in without_ports.lines[-1]
 
 
-def test_a_base_url_that_is_a_path_finds_its_way(served: Served) -> None:
-    """As PaddleNLP's document has it."""
-    odd = openai.OpenAI(base_url=f"{served.url}/chat/completions", api_key="none")
-    usual = openai.OpenAI(base_url=served.url, api_key="none")
-    asked = {"model": "default", "prompt": "Hello, how are you?", "max_tokens": 5, "temperature": 0}
-    assert odd.completions.create(**asked).choices == usual.completions.create(**asked).choices
+def test_base_url_with_endpoint_path_works(served: Served) -> None:
+    """Clients configured as in PaddleNLP's documentation."""
+    client = openai.OpenAI(base_url=f"{served.url}/chat/completions", api_key="none")
+    usual_client = openai.OpenAI(base_url=served.url, api_key="none")
+    completion = {"model": "default", "prompt": "Hello, how are you?", "max_tokens": 5, "temperature": 0}
+    assert client.completions.create(**completion).choices == usual_client.completions.create(**completion).choices
     messages = [{"role": "user", "content": "Hello, who are you"}]
     chat = {"model": "default", "messages": messages, "max_tokens": 5, "temperature": 0}
-    assert odd.chat.completions.create(**chat).choices == usual.chat.completions.create(**chat).choices
+    assert client.chat.completions.create(**chat).choices == usual_client.chat.completions.create(**chat).choices

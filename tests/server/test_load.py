@@ -1,4 +1,4 @@
-"""Load by one client: limits of bodies, elements and memory, turns in the event loop; the streams of others go on."""
+"""Load from one client: limits of bodies, elements and memory, fair turns in the event loop, and streams of others."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ A, B = {"authorization": "Bearer key-a"}, {"authorization": "Bearer key-b"}
 JSON = {"content-type": "application/json"}
 ROOM = ("--num-gpu-blocks-override", "2000")
 GAP = 0.5
-"""Seconds that a stream may pause, on a machine that does nothing else."""
+"""Seconds that a stream may pause, on an otherwise idle machine."""
 MAX_GROWTH = 1024
-"""MiB that a process may take beyond its idle size."""
+"""MiB of memory that a process may use beyond its idle size."""
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server with all its routes."""
+    """Server with all routes."""
     storage = ("--storage-dir", str(tmp_path_factory.mktemp("storage")), "--server-dev-mode")
     keys = ("--api-key", "key-a,key-b", "--admin-api-key", "key-a", "--allow-runtime-lora-updating")
     with Served(*ROOM, *keys, *storage, "--grpc-port", "0") as server:
@@ -52,33 +52,33 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def paths(served: Served) -> dict[str, dict[str, Any]]:
-    """The paths that take JSON, and the schemas of their requests."""
+    """Paths of routes with JSON bodies, and the schemas of their requests."""
     return load_storm.json_paths(httpx.get(f"{served.root}/openapi.json", headers=A).json())
 
 
 # --- Counting elements ----------------------------------------------------------------------------------------------
 
-PIECES = (None, True, 1, -1.5, "", "a,b{[:", "\\", '\\\\"', '"', '\u00e9\U0001f600\\"{', '\\\\\\"{,')
+SCALARS = (None, True, 1, -1.5, "", "a,b{[:", "\\", '\\\\"', '"', '\u00e9\U0001f600\\"{', '\\\\\\"{,')
 
 
 def draw_document(draw: random.Random, depth: int = 0) -> Any:
     kind = draw.random()
     if depth > 4 or kind < 0.5:
-        return draw.choice(PIECES)
+        return draw.choice(SCALARS)
     if kind < 0.75:
         return [draw_document(draw, depth + 1) for _ in range(draw.randrange(5))]
-    return {f"{draw.choice(PIECES)}{i}": draw_document(draw, depth + 1) for i in range(draw.randrange(5))}
+    return {f"{draw.choice(SCALARS)}{i}": draw_document(draw, depth + 1) for i in range(draw.randrange(5))}
 
 
 def elements(document: Any) -> Counter[str]:
-    found: Counter[str] = Counter()
+    count: Counter[str] = Counter()
     if isinstance(document, dict | list):
-        found += Counter(objects=1, values=max(len(document) - 1, 0))
+        count += Counter(objects=1, values=max(len(document) - 1, 0))
         for inner in document.values() if isinstance(document, dict) else document:
-            found += elements(inner)
+            count += elements(inner)
     if isinstance(document, dict):
-        found += Counter(members=len(document))
-    return found
+        count += Counter(members=len(document))
+    return count
 
 
 def test_elements_are_counted_without_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,13 +89,13 @@ def test_elements_are_counted_without_parsing(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(http_body, "CHUNK_SIZE", draw.choice((1, 2, 3, 7, 64)))
         count = ElementCount()
         count.add(text)
-        right = elements(document)
-        memory = http_body.OBJECT_BYTES * right["objects"]
-        assert count.memory == memory + http_body.VALUE_BYTES * (right["members"] + right["values"]), text
+        expected = elements(document)
+        memory = http_body.OBJECT_BYTES * expected["objects"]
+        assert count.memory == memory + http_body.VALUE_BYTES * (expected["members"] + expected["values"]), text
 
 
 @pytest.mark.parametrize(
-    ("text", "what"),
+    ("text", "limit"),
     [
         (b"[" + b"[]," * 2**16 + b"[]]", "65536 objects and arrays"),
         (b"{" + b'"a":1,' * 2**18 + b'"b":1}', "262144 members of objects"),
@@ -103,19 +103,19 @@ def test_elements_are_counted_without_parsing(monkeypatch: pytest.MonkeyPatch) -
         (b'""' * (2**20 + 2**18 + 1), "1310720 strings"),
     ],
 )
-def test_text_with_too_many_elements_is_refused(text: bytes, what: str) -> None:
-    with pytest.raises(PenstockError, match=f"has more than {what}"):
+def test_text_with_too_many_elements_is_refused(text: bytes, limit: str) -> None:
+    with pytest.raises(PenstockError, match=f"has more than {limit}"):
         ElementCount().add(text)
 
 
-@pytest.mark.parametrize("wide", ["\U0001f600", "\\ud83d\\ude00", "\u00e9"])
-@pytest.mark.parametrize("place", ["begin", "end"])
-def test_long_text_has_to_be_ascii(wide: str, place: str) -> None:
-    """Base64 of images may be longer than a text that is decoded to several bytes a character."""
+@pytest.mark.parametrize("character", ["\U0001f600", "\\ud83d\\ude00", "\u00e9"])
+@pytest.mark.parametrize("position", ["begin", "end"])
+def test_long_text_must_be_ascii(character: str, position: str) -> None:
+    """The limit for base64 (ASCII) is higher than for text that takes several bytes per character when decoded."""
     long = "a" * (http_body.MAX_WIDE_TEXT + 2**18)
-    ElementCount().add(f'["{wide}", "{long}", "{wide}"]'.encode())
-    ElementCount().add(f'["{wide * 1000}{long[: 2**23]}"]'.encode())
-    text = wide + long if place == "begin" else long + wide * 2**15
+    ElementCount().add(f'["{character}", "{long}", "{character}"]'.encode())
+    ElementCount().add(f'["{character * 1000}{long[: 2**23]}"]'.encode())
+    text = character + long if position == "begin" else long + character * 2**15
     with pytest.raises(PenstockError, match="a string of more than 16777216 bytes that is not ASCII"):
         ElementCount().add(f'{{"a": "x", "b": "{text}"}}'.encode())
 
@@ -138,8 +138,8 @@ async def random_reservations(draw: random.Random) -> None:
     memory, held = BodyMemory(1000), Counter[str]()
 
     def check() -> None:
-        assert held.total() <= memory.used <= 2000  # what is granted is taken before its task goes on
-        assert all(size <= 1000 for size in held.values()), "a client's share"
+        assert held.total() <= memory.used <= 2000  # granted memory is counted before its task continues
+        assert all(size <= 1000 for size in held.values()), "no client may exceed its share"
 
     async def request(client: str) -> None:
         size = draw.randrange(1, 500)
@@ -175,10 +175,10 @@ async def random_reservations(draw: random.Random) -> None:
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert not [result for result in results if isinstance(result, Exception)]
         assert memory.used == 0
-        (await memory.reserve("d", 1000, timeout=0)).release()  # nobody is left waiting
+        (await memory.reserve("d", 1000, timeout=0)).release()  # no task is left waiting
 
 
-def test_body_waits_for_memory_no_longer_than_its_patience() -> None:
+def test_body_waits_for_memory_until_timeout() -> None:
     async def run() -> None:
         memory = BodyMemory(1000)
         first = await memory.reserve("a", 500, timeout=1)
@@ -195,7 +195,7 @@ def test_body_waits_for_memory_no_longer_than_its_patience() -> None:
     asyncio.run(run())
 
 
-def test_body_larger_than_a_share_is_taken_alone() -> None:
+def test_body_larger_than_client_share_is_accepted_alone() -> None:
     async def run() -> None:
         memory = BodyMemory(1000)
         (await memory.reserve("a", 3000, timeout=0)).release()
@@ -207,7 +207,7 @@ def test_body_larger_than_a_share_is_taken_alone() -> None:
     asyncio.run(run())
 
 
-def test_one_client_does_not_take_all_places_of_those_that_wait() -> None:
+def test_one_client_cannot_fill_waiting_queue() -> None:
     async def run() -> None:
         memory = BodyMemory(1000)
         first = await memory.reserve("a", 1000, timeout=0)
@@ -225,24 +225,22 @@ def test_one_client_does_not_take_all_places_of_those_that_wait() -> None:
     asyncio.run(run())
 
 
-def test_reservations_that_are_joined_are_released_together() -> None:
+def test_joined_reservations_are_released_together() -> None:
     async def run() -> None:
         memory = BodyMemory(1000)
         body, items = await memory.reserve("a", 100, timeout=0), await memory.reserve("a", 300, timeout=0)
-        both = body.joined(items)
+        joined = body.joined(items)
         body.release()
         items.release()
-        assert memory.used == both.size == 400
-        both.release()
+        assert memory.used == joined.size == 400
+        joined.release()
         assert memory.used == 0
 
     asyncio.run(run())
 
 
-def test_memory_of_a_body_is_freed_before_the_answer_is_generated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """But for what the prompt takes: here the template drops the text, as images in base64 are dropped."""
+def test_memory_of_body_is_freed_before_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only memory of the prompt remains. Here the template drops the text, like base64 of images."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     short, text = "{{ messages | length }}", "x" * 100_000
 
@@ -254,13 +252,13 @@ def test_memory_of_a_body_is_freed_before_the_answer_is_generated(
             monkeypatch.setattr(
                 server.engines, "add", lambda request: (used.append(server.body_memory.used), add(request))
             )
-            for path, asked in (
+            for path, fields in (
                 ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
                 ("/v1/messages", {"messages": [{"role": "user", "content": text}], "max_tokens": 9}),
                 ("/v1/responses", {"input": text}),
                 ("/api/chat", {"messages": [{"role": "user", "content": text}]}),
             ):
-                answer = await server.http.post(path, json={"model": "default", **asked})
+                answer = await server.http.post(path, json={"model": "default", **fields})
                 assert answer.status_code == 200, answer.text
                 assert 0 < used[-1] < 1000, path
                 assert server.body_memory.used == 0
@@ -272,7 +270,7 @@ def test_memory_of_a_body_is_freed_before_the_answer_is_generated(
 # --- Turns ----------------------------------------------------------------------------------------------------------
 
 
-def test_clients_take_turns_one_piece_in_each_iteration() -> None:
+def test_fair_queue_runs_one_task_per_iteration_in_turn() -> None:
     async def run() -> list[str]:
         queue, order = FairQueue(), []
         iteration = 0
@@ -285,13 +283,13 @@ def test_clients_take_turns_one_piece_in_each_iteration() -> None:
         while not all(task.done() for task in tasks):
             iteration += 1
             await asyncio.sleep(0)
-        assert len({when for when, _ in order}) == len(tasks), "one in each iteration"
+        assert len({turn for turn, _ in order}) == len(tasks), "each iteration must run one task"
         return [client for _, client in order]
 
     assert asyncio.run(run()) == [*"aabcaaa"]
 
 
-def test_large_bodies_are_parsed_one_at_a_time_clients_in_turn() -> None:
+def test_large_bodies_are_parsed_one_at_a_time_in_client_turns() -> None:
     async def run() -> list[str]:
         parser, order, running = BodyParser(), [], []
 
@@ -311,21 +309,21 @@ def test_large_bodies_are_parsed_one_at_a_time_clients_in_turn() -> None:
     assert asyncio.run(run()) == [*"aabca"]
 
 
-def test_result_is_shared_and_never_older_than_the_question() -> None:
+def test_shared_result_is_never_older_than_call() -> None:
     async def run() -> None:
-        begun = 0
+        computations = 0
 
         async def compute() -> int:
-            nonlocal begun
-            begun += 1
-            number = begun
+            nonlocal computations
+            computations += 1
+            number = computations
             await asyncio.sleep(0)
             return number
 
         shared = SharedResult(compute, interval=0.0)
 
         async def ask() -> None:
-            before = begun
+            before = computations
             assert await shared.get() > before
 
         async def ask_often() -> None:
@@ -333,7 +331,7 @@ def test_result_is_shared_and_never_older_than_the_question() -> None:
                 await ask()
 
         await asyncio.gather(*(ask_often() for _ in range(200)))
-        assert begun < 20, "not one for each of the 1000 questions"
+        assert computations < 20, "the 1000 calls must share computations"
 
     asyncio.run(run())
 
@@ -341,7 +339,7 @@ def test_result_is_shared_and_never_older_than_the_question() -> None:
 # --- Limits of every endpoint ---------------------------------------------------------------------------------------
 
 
-def test_every_endpoint_refuses_too_many_elements_in_its_own_format(
+def test_every_endpoint_refuses_too_many_elements_in_its_format(
     served: Served, paths: dict[str, dict[str, Any]]
 ) -> None:
     body = b'{"a":[' + b"[]," * 2**16 + b"[]]}"
@@ -349,7 +347,7 @@ def test_every_endpoint_refuses_too_many_elements_in_its_own_format(
         for path in paths:
             answer = client.post(served.root + path.replace("{name}", "ensemble"), content=body)
             assert answer.status_code in (400, 404, 422), (path, answer.text)
-            if answer.status_code != 404:  # of a thing that the path names
+            if answer.status_code != 404:  # the path names a missing object
                 assert "has more than 65536 objects and arrays" in answer.text, (path, answer.text)
     assert not [line for line in served.lines if "Traceback" in line]
 
@@ -369,7 +367,7 @@ def test_every_endpoint_refuses_a_large_body_without_reading_it(
         assert status in (b"413", b"404", b"422"), (path, status)
 
 
-def test_schema_as_text_is_not_parsed_beyond_its_limit(served: Served) -> None:
+def test_schema_text_beyond_limit_is_refused(served: Served) -> None:
     schema = '{"properties":{"a":[' + "1," * 300_000 + "1]}}"
     for body in (
         {"prompt": "a", "guided_json": schema},
@@ -389,7 +387,7 @@ def test_arguments_of_all_calls_are_limited_together(served: Served) -> None:
     assert "arguments" in answer.json()["error"]["message"]
 
 
-def test_form_has_few_and_short_fields(served: Served) -> None:
+def test_form_with_many_or_long_fields_is_refused(served: Served) -> None:
     file = {"file": ("a.jsonl", b"{}")}
     for fields, message in (
         ({f"f{i}": "a" for i in range(190)}, "Too many fields"),
@@ -405,8 +403,8 @@ def test_batch_line_with_too_many_elements_gets_an_error(served: Served) -> None
     text = "\n".join(json.dumps({"method": "POST", "url": "/v1/completions"} | line) for line in lines)
     with httpx.Client(base_url=served.url, headers=A, timeout=60) as client:
         file = client.post("/files", data={"purpose": "batch"}, files={"file": ("a.jsonl", text)}).json()
-        asked = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
-        batch = client.post("/batches", json=asked).json()
+        request = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        batch = client.post("/batches", json=request).json()
         while (batch := client.get(f"/batches/{batch['id']}").json())["status"] != "completed":
             time.sleep(0.05)
         assert batch["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
@@ -427,8 +425,8 @@ def test_grpc_message_beyond_the_limit_is_refused(served: Served, size: float, m
     assert message in refused.value.details()
 
 
-def test_grpc_limit_follows_the_context_and_the_option(tmp_path: Path) -> None:
-    """64 bytes per token are 4 MiB for a context of 65,536, which is known once the engine is ready."""
+def test_grpc_limit_follows_context_length_and_option(tmp_path: Path) -> None:
+    """64 bytes per token are 4 MiB for a context of 65,536 tokens. The limit is set when the engine is ready."""
     shutil.copytree(demo.DRAFT, folder := tmp_path / "long")
     configuration = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 2**16}
     (folder / "config.json").write_text(json.dumps(configuration))
@@ -447,7 +445,7 @@ def test_grpc_limit_follows_the_context_and_the_option(tmp_path: Path) -> None:
 
 
 def test_bodies_wait_for_memory_and_are_answered() -> None:
-    """A half-sent body holds its client's memory: another waits until it has come to its end."""
+    """An incomplete body holds its client's memory: another body of the client waits until the first is complete."""
     content = json.dumps({"prompt": "a", "max_tokens": 1, "user": "a" * 300_000}).encode()
     with Served(*ROOM, "--max-body-memory", "1000000", "--client-timeout", "20") as server:
         host, _, port = server.root.rpartition("/")[2].rpartition(":")
@@ -468,11 +466,11 @@ def test_bodies_wait_for_memory_and_are_answered() -> None:
                 assert connection.recv(2**16).startswith(b"HTTP/1.1 200")
 
 
-# --- The storm ------------------------------------------------------------------------------------------------------
+# --- Streams under load ----------------------------------------------------------------------------------------------
 
 
-class Sizes:
-    """How much the API and engine processes of a server grow in a test."""
+class MemoryGrowth:
+    """Growth of peak memory of a server's API and engine processes since construction."""
 
     def __init__(self, served: Served) -> None:
         self._pids = [*served.pids["api"], *served.pids["engine"]]
@@ -483,7 +481,7 @@ class Sizes:
         assert max(growth) <= MAX_GROWTH, growth
 
 
-def storm_of(paths: dict[str, dict[str, Any]], size: int) -> dict[str, list[Body]]:
+def bodies_by_path(paths: dict[str, dict[str, Any]], size: int) -> dict[str, list[Body]]:
     draw = random.Random(41)
     return {path: [*load_storm.bodies(path, schema, size, draw)] for path, schema in paths.items()}
 
@@ -492,32 +490,32 @@ def storm_of(paths: dict[str, dict[str, Any]], size: int) -> dict[str, list[Body
 def test_streams_do_not_pause_for_the_largest_bodies_of_any_endpoint(
     served: Served, paths: dict[str, dict[str, Any]]
 ) -> None:
-    sizes, gaps = Sizes(served), {}
-    for path, bodies in storm_of(paths, MIB).items():
+    growth, gaps = MemoryGrowth(served), {}
+    for path, bodies in bodies_by_path(paths, MIB).items():
         with Victim(served, B) as victim:
             load_storm.in_subprocess(load_storm.send, served.root, A | JSON, bodies, 4, 1)
         gaps[path] = victim.gap
     assert {path: gap for path, gap in gaps.items() if gap > GAP} == {}
-    sizes.check()
+    growth.check()
 
 
 @pytest.mark.thorough
 def test_streams_do_not_pause_for_many_bodies(served: Served, paths: dict[str, dict[str, Any]]) -> None:
-    """100 bodies of 1 MB at a time, for each endpoint one of its fields."""
-    sizes, gaps, draw = Sizes(served), {}, random.Random(42)
-    for path, bodies in storm_of(paths, MIB).items():
+    """100 bodies of 1 MB at a time, with one large field per endpoint."""
+    growth, gaps, draw = MemoryGrowth(served), {}, random.Random(42)
+    for path, bodies in bodies_by_path(paths, MIB).items():
         with Victim(served, B) as victim:
             load_storm.in_subprocess(load_storm.send, served.root, A | JSON, [draw.choice(bodies)], 100, 100)
         gaps[path] = victim.gap
     assert {path: gap for path, gap in gaps.items() if gap > GAP} == {}
-    sizes.check()
+    growth.check()
 
 
 @pytest.mark.thorough
-def test_streams_do_not_pause_where_bodies_may_have_64_mib(paths: dict[str, dict[str, Any]]) -> None:
+def test_streams_do_not_pause_with_64_mib_bodies(paths: dict[str, dict[str, Any]]) -> None:
     with Served(*ROOM, "--api-key", "key-a,key-b", "--max-body-size", str(64 * MIB)) as server:
-        sizes, gaps = Sizes(server), {}
-        for path, bodies in storm_of(paths, 64 * MIB).items():
+        growth, gaps = MemoryGrowth(server), {}
+        for path, bodies in bodies_by_path(paths, 64 * MIB).items():
             if not path.startswith("/v1/") or path.startswith(("/v1/responses/", "/v1/conversations")):
                 continue
             chosen = [body for body in bodies if body.name.startswith(("messages", "prompt", "input", "refused"))]
@@ -528,31 +526,31 @@ def test_streams_do_not_pause_where_bodies_may_have_64_mib(paths: dict[str, dict
             load_storm.in_subprocess(load_storm.send, server.root, A | JSON, [chosen[0]], 30, 30)
         gaps["30 connections"] = victim.gap
         assert {path: gap for path, gap in gaps.items() if gap > GAP} == {}
-        sizes.check()
+        growth.check()
 
 
 @pytest.mark.thorough
 def test_streams_do_not_pause_for_bursts_of_cheap_requests(served: Served) -> None:
-    """1000 connections at once ask for each path that can be read."""
+    """1000 concurrent connections for each path with GET."""
     document = httpx.get(f"{served.root}/openapi.json", headers=A).json()
     known = [path for path, methods in document["paths"].items() if "get" in methods and "{" not in path]
     readable = [path for path in known if path not in ("/clear_load_weight", "/update_model_weight")]
-    sizes, gaps = Sizes(served), {}
+    growth, gaps = MemoryGrowth(served), {}
     for path in readable:
         with Victim(served, B) as victim:
             load_storm.in_subprocess(load_storm.count_ok, served.root, A, path, 1000)
         gaps[path] = victim.gap
     assert {path: gap for path, gap in gaps.items() if gap > GAP} == {}
-    sizes.check()
+    growth.check()
 
 
 @pytest.mark.thorough
 def test_streams_do_not_pause_for_forms_and_messages(served: Served) -> None:
     """10 forms with 190 fields of 1 MB, and 40 gRPC messages of 60 MB."""
-    sizes = Sizes(served)
+    growth = MemoryGrowth(served)
     with Victim(served, B) as victim:
         load_storm.in_subprocess(load_storm.send_forms, served.url, A, 10)
         load_storm.in_subprocess(load_storm.send_messages, served.find(r"gRPC at (\S+)")[1], A, 40, 60 * MIB)
         load_storm.in_subprocess(load_storm.send_messages, served.find(r"gRPC at (\S+)")[1], A, 400, MIB - 100)
     assert victim.gap <= GAP
-    sizes.check()
+    growth.check()

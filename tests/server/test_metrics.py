@@ -1,4 +1,4 @@
-"""The metrics of a server without any profile, as vLLM's dashboard for Grafana and llm-d's scheduler read them."""
+"""Metrics of a server without a profile, as read by vLLM's Grafana dashboard and by llm-d's endpoint picker."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PANELS = {
     "Requests Prefill and Decode Time": "request_prefill_time_seconds_sum request_decode_time_seconds_sum",
     "Max Generation Token in Sequence Group": "request_max_num_generation_tokens_sum",
 }
-"""What the panels of vLLM's dashboard show, but for its two panels of gauges."""
+"""Metrics by panel of vLLM's dashboard, except its two panels of gauges."""
 VLLM = {
     "gauge": "num_requests_running num_requests_waiting kv_cache_usage_perc cache_config_info lora_requests_info "
     "num_requests_waiting_by_reason engine_sleep_state kv_offload_cpu_cache_usage_perc num_requests_swapped "
@@ -43,8 +43,8 @@ VLLM = {
     "request_inference_time_seconds request_prefill_time_seconds request_decode_time_seconds "
     "request_prefill_kv_computed_tokens iteration_tokens_total",
 }
-"""vLLM's metrics by type, as its ``PrometheusStatLogger`` makes them: all with the labels ``model_name`` and
-``engine``, but for ``lora_requests_info``."""
+"""vLLM's metrics by type, as in its ``PrometheusStatLogger``. All have the labels ``model_name`` and ``engine``, except
+``lora_requests_info``."""
 ENDPOINT_PICKER = {
     "num_requests_waiting": set(),
     "num_requests_running": set(),
@@ -52,8 +52,8 @@ ENDPOINT_PICKER = {
     "lora_requests_info": {"max_lora", "running_lora_adapters", "waiting_lora_adapters"},
     "cache_config_info": {"block_size", "num_gpu_blocks"},
 }
-"""What the endpoint picker of the Gateway API Inference Extension, which llm-d's router is, reads by default, with
-the labels that it looks for."""
+"""Metrics, with their required labels, that the endpoint picker of the Gateway API Inference Extension (used by llm-d)
+reads by default."""
 
 
 @pytest.fixture(scope="module")
@@ -64,25 +64,25 @@ def served() -> Iterator[Served]:
 
 
 def families(served: Served) -> dict[str, Metric]:
-    """What Prometheus' own parser finds, by name."""
+    """Metric families by name, from Prometheus' parser."""
     return {family.name: family for family in text_string_to_metric_families(httpx.get(f"{served.root}/metrics").text)}
 
 
 def series(served: Served) -> dict[str, float]:
-    """By name, added up over labels."""
-    found: dict[str, float] = {}
+    """Values by series name, summed over labels."""
+    totals: dict[str, float] = {}
     for line in httpx.get(f"{served.root}/metrics").text.splitlines():
         if not line.startswith("#"):
             name = re.split(r"[ {]", line, maxsplit=1)[0]
-            found[name] = found.get(name, 0.0) + float(line.rpartition(" ")[2])
-    return found
+            totals[name] = totals.get(name, 0.0) + float(line.rpartition(" ")[2])
+    return totals
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_every_panel_of_vllm_s_dashboard_moves(served: Served, streamed: bool) -> None:
+def test_every_panel_of_vllm_dashboard_has_data(served: Served, streamed: bool) -> None:
     before = series(served)
-    asked = {"prompt": "Once upon a time", "n": 2, "temperature": 1, "max_tokens": 300, "ignore_eos": True}
-    httpx.post(f"{served.url}/completions", json=asked | {"stream": streamed}, timeout=60).raise_for_status()
+    request = {"prompt": "Once upon a time", "n": 2, "temperature": 1, "max_tokens": 300, "ignore_eos": True}
+    httpx.post(f"{served.url}/completions", json=request | {"stream": streamed}, timeout=60).raise_for_status()
     after = series(served)
     for panel, names in PANELS.items():
         for name in names.split():
@@ -93,23 +93,23 @@ def test_every_panel_of_vllm_s_dashboard_moves(served: Served, streamed: bool) -
     assert new["vllm:request_params_n_sum"] == new["vllm:request_success_total"] == 2
 
 
-def test_gauges_tell_who_runs_and_who_waits(served: Served) -> None:
-    """By these llm-d chooses a server."""
-    asked = {"prompt": "Once upon a time", "n": 2, "max_tokens": 1500, "ignore_eos": True}
+def test_gauges_count_running_and_waiting_requests(served: Served) -> None:
+    """llm-d chooses a server by these gauges."""
+    request = {"prompt": "Once upon a time", "n": 2, "max_tokens": 1500, "ignore_eos": True}
 
-    async def crowded() -> dict[str, float]:
+    async def gauges_under_load() -> dict[str, float]:
         async with httpx.AsyncClient(timeout=60) as client:
-            tasks = [asyncio.create_task(client.post(f"{served.url}/completions", json=asked)) for _ in range(6)]
-            found: dict[str, float] = {}
-            while found.get("vllm:num_requests_waiting", 0) < 1 or found["vllm:num_requests_running"] < 2:
-                assert not all(task.done() for task in tasks), found
-                found = await asyncio.to_thread(series, served)
+            tasks = [asyncio.create_task(client.post(f"{served.url}/completions", json=request)) for _ in range(6)]
+            values: dict[str, float] = {}
+            while values.get("vllm:num_requests_waiting", 0) < 1 or values["vllm:num_requests_running"] < 2:
+                assert not all(task.done() for task in tasks), values
+                values = await asyncio.to_thread(series, served)
             for task in tasks:
                 task.cancel()
-            return found
+            return values
 
-    found = asyncio.run(crowded())
-    assert found["vllm:num_requests_running"] == 2 and 0 < found["vllm:kv_cache_usage_perc"] <= 1
+    values = asyncio.run(gauges_under_load())
+    assert values["vllm:num_requests_running"] == 2 and 0 < values["vllm:kv_cache_usage_perc"] <= 1
 
 
 @pytest.mark.row("vllm", "vllm:num_requests_swapped", "vllm:cpu_cache_usage_perc", "vllm:gpu_prefix_cache_hit_rate")
@@ -130,79 +130,83 @@ def test_gauges_tell_who_runs_and_who_waits(served: Served) -> None:
 @pytest.mark.row("vllm", "vllm:request_prefill_kv_computed_tokens", "http_requests", "vllm:iteration_tokens_total")
 @pytest.mark.row("vllm", "vllm:prompt_tokens_by_source", "vllm:num_requests_waiting_by_reason")
 @pytest.mark.row("vllm", "vllm:engine_sleep_state")
-def test_the_document_s_names_are_there_and_say_what_they_count(served: Served) -> None:
+def test_documented_metrics_exist_with_help_texts(served: Served) -> None:
     page = httpx.get(f"{served.root}/metrics").text
     for name in re.findall(r"`vllm:(\w+)`", DOCUMENT.read_text()):
         assert re.search(rf"^vllm:{name}(_total|_bucket|){{", page, re.MULTILINE), name
-    about = dict(re.findall(r"^# HELP (\S+) (.*)$", page, re.MULTILINE))
-    assert all(len(words.split()) >= 4 for words in about.values()), json.dumps(about, indent=1)
+    help_texts = dict(re.findall(r"^# HELP (\S+) (.*)$", page, re.MULTILINE))
+    assert all(len(text.split()) >= 4 for text in help_texts.values()), json.dumps(help_texts, indent=1)
 
 
-def test_vllms_metrics_have_its_types_and_labels(served: Served) -> None:
+def test_vllm_metrics_have_types_and_labels_of_vllm(served: Served) -> None:
     deadline = time.monotonic() + 30
-    while not series(served).get("vllm:iteration_tokens_total_sum"):  # the engine tells now and then
+    while not series(served).get("vllm:iteration_tokens_total_sum"):  # the engine reports periodically
         assert time.monotonic() < deadline
-    found = families(served)
+    metrics = families(served)
     for kind, names in VLLM.items():
         for name in names.split():
-            family = found[f"vllm:{name}"]
+            family = metrics[f"vllm:{name}"]
             assert family.type == kind, name
             for sample in family.samples:
                 assert name == "lora_requests_info" or sample.labels.items() >= {("engine", "0")}, sample
                 assert sample.labels["model_name"] == served.name
-    steps = {sample.name: sample.value for sample in found["vllm:iteration_tokens_total"].samples}
+    steps = {sample.name: sample.value for sample in metrics["vllm:iteration_tokens_total"].samples}
     assert steps["vllm:iteration_tokens_total_sum"] >= steps["vllm:iteration_tokens_total_count"] >= 1
-    by_source = {one.labels["source"]: one.value for one in found["vllm:prompt_tokens_by_source"].samples}
-    assert sum(by_source.values()) == found["vllm:prompt_tokens"].samples[0].value
-    states = {one.labels["sleep_state"]: one.value for one in found["vllm:engine_sleep_state"].samples}
+    by_source = {sample.labels["source"]: sample.value for sample in metrics["vllm:prompt_tokens_by_source"].samples}
+    assert sum(by_source.values()) == metrics["vllm:prompt_tokens"].samples[0].value
+    states = {sample.labels["sleep_state"]: sample.value for sample in metrics["vllm:engine_sleep_state"].samples}
     assert states == {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
-    (reason,) = {sample.labels["finished_reason"] for sample in found["vllm:request_success"].samples}
+    (reason,) = {sample.labels["finished_reason"] for sample in metrics["vllm:request_success"].samples}
     assert reason == "length"
-    (ok,) = [s for s in found["http_requests"].samples if s.labels == {"handler": "/v1/completions", "status": "2xx"}]
+    (ok,) = [
+        sample
+        for sample in metrics["http_requests"].samples
+        if sample.labels == {"handler": "/v1/completions", "status": "2xx"}
+    ]
     assert ok.name == "http_requests_total" and ok.value >= 1
 
 
-def picked(found: dict[str, Metric]) -> None:
-    """What an endpoint picker makes of a page: one series of each, so that it does not take one of several."""
+def check_endpoint_picker_metrics(metrics: dict[str, Metric]) -> None:
+    """Check that each metric has exactly one series: an endpoint picker would read any of several."""
     for name, labels in ENDPOINT_PICKER.items():
-        (sample,) = found[f"vllm:{name}"].samples
+        (sample,) = metrics[f"vllm:{name}"].samples
         assert sample.name == f"vllm:{name}" and labels <= set(sample.labels), name
         assert all(sample.labels[label].isdigit() for label in labels & {"block_size", "num_gpu_blocks", "max_lora"})
 
 
-def test_an_endpoint_picker_finds_what_it_reads(served: Served) -> None:
-    found = families(served)
-    picked(found)
-    (adapters,) = found["vllm:lora_requests_info"].samples
+def test_endpoint_picker_metrics_have_single_series(served: Served) -> None:
+    metrics = families(served)
+    check_endpoint_picker_metrics(metrics)
+    (adapters,) = metrics["vllm:lora_requests_info"].samples
     assert adapters.labels["max_lora"] == "0" and adapters.labels["running_lora_adapters"] == ""
     assert abs(adapters.value - time.time()) < 60
 
 
-def test_fewer_aliases() -> None:
-    """``--metrics-aliases``, with two engines."""
+def test_metrics_aliases_option_limits_aliases() -> None:
+    """``--metrics-aliases`` with two engines."""
     flags = ("--num-gpu-blocks-override", "100", "--max-num-seqs", "2")
     with Served("--metrics-aliases", "routers", "--data-parallel-size", "2", "--server-dev-mode", *flags) as served:
         httpx.post(f"{served.url}/completions", json={"prompt": "Hi", "max_tokens": 2}, timeout=60).raise_for_status()
-        found = families(served)
-        picked(found)
-        assert {"vllm:time_to_first_token_seconds", "vllm:prefix_cache_hits", "vllm:request_success"} <= set(found)
-        assert "vllm:e2e_request_latency_seconds" not in found and "http_requests" not in found
-        ours = {name.removeprefix("penstock:") for name in found if name.startswith("penstock:")}
+        metrics = families(served)
+        check_endpoint_picker_metrics(metrics)
+        assert {"vllm:time_to_first_token_seconds", "vllm:prefix_cache_hits", "vllm:request_success"} <= set(metrics)
+        assert "vllm:e2e_request_latency_seconds" not in metrics and "http_requests" not in metrics
+        ours = {name.removeprefix("penstock:") for name in metrics if name.startswith("penstock:")}
         assert {"e2e_request_latency_seconds", "replica_num_requests_running", "http_responses"} <= ours
         for level, state in (("1", "weights_offloaded"), ("2", "discard_all")):
             httpx.post(f"{served.root}/sleep?level={level}", timeout=60).raise_for_status()
             states = families(served)["vllm:engine_sleep_state"].samples
-            assert [one.labels["sleep_state"] for one in states if one.value] == [state]
+            assert [sample.labels["sleep_state"] for sample in states if sample.value] == [state]
             httpx.post(f"{served.root}/wake_up", timeout=60).raise_for_status()
     with Served("--metrics-aliases", "off", *flags) as served:
         assert not [name for name in families(served) if name.startswith("vllm:") or name == "http_requests"]
 
 
-def test_a_line_of_the_log_says_when_who_what_and_how(served: Served) -> None:
-    """Date, client, dialect and model, as text for people."""
+def test_access_log_line_has_time_client_dialect_and_model(served: Served) -> None:
+    """Access log in text format: date, path, request id, status, client, dialect and model."""
     body = {"model": "default", "max_tokens": 2, "messages": [{"role": "user", "content": "Hi"}]}
     for path, dialect in (("/chat/completions", "openai"), ("/messages", "anthropic")):
         httpx.post(f"{served.url}{path}", json=body, timeout=60).raise_for_status()
-        when = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} api: "
-        who = rf"POST /v1{path} id=\w+ status=200 seconds=\S+ client=127\.0\.0\.1 dialect={dialect} model="
-        served.find(when + who)
+        time_pattern = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} api: "
+        request_pattern = rf"POST /v1{path} id=\w+ status=200 seconds=\S+ client=127\.0\.0\.1 dialect={dialect} model="
+        served.find(time_pattern + request_pattern)

@@ -1,4 +1,4 @@
-"""What is stored in PostgreSQL: a real one, which several API processes and servers share."""
+"""Storage in a real PostgreSQL database shared by several API processes and servers."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ QUOTA = "files=4,responses=6,conversations=2,batches=2"
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """Of an empty database of a server of its own, over a socket in its folder. It does not run as root."""
-    other = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"] if os.geteuid() == 0 else []
+    """URL of an empty database on a new PostgreSQL server (Unix socket). The server does not run as root."""
+    as_user = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"] if os.geteuid() == 0 else []
     folder = Path(tempfile.mkdtemp())
-    if other:
+    if as_user:
         shutil.chown(folder, "postgres", "postgres")
     try:
         run = {"check": True, "capture_output": True, "cwd": folder}
-        new = [*other, BINARIES[-1] / "initdb", "--auth=trust", "--username=penstock", "--no-sync", folder / "data"]
+        new = [*as_user, BINARIES[-1] / "initdb", "--auth=trust", "--username=penstock", "--no-sync", folder / "data"]
         subprocess.run(new, **run)  # type: ignore[call-overload]
         options = f"-c listen_addresses= -c unix_socket_directories={folder} -c fsync=off"
-        control = [*other, BINARIES[-1] / "pg_ctl", "--pgdata", folder / "data", "--log", folder / "log", "--wait"]
+        control = [*as_user, BINARIES[-1] / "pg_ctl", "--pgdata", folder / "data", "--log", folder / "log", "--wait"]
         subprocess.run([*control, "--options", options, "start"], **run)  # type: ignore[call-overload]
         try:
             yield f"postgresql+psycopg://penstock@/postgres?host={folder}"
@@ -60,18 +60,18 @@ def client_of(server: Served) -> openai.OpenAI:
     return openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
 
 
-def test_everything_that_is_stored(url: str, tmp_path: Path) -> None:
-    """By one of two servers that share database and folder, and found by the other. Four processes begin with an empty
-    database at the same moment."""
+def test_servers_share_stored_objects(url: str, tmp_path: Path) -> None:
+    """Two servers share database and folder: each finds objects stored by the other. Their four API processes start at
+    the same moment with an empty database."""
     with ThreadPoolExecutor(2) as pool:
         servers = [serve(url, tmp_path, "--api-server-count", "2", "--storage-quota", QUOTA) for _ in range(2)]
         try:
             list(pool.map(Served.__enter__, servers))
-            one, two = map(client_of, servers)
-            check_responses(one, two)
-            check_conversations(one, two)
-            check_files_and_batches(one, two)
-            check_texts_that_it_does_not_take(one)
+            first, second = map(client_of, servers)
+            check_responses(first, second)
+            check_conversations(first, second)
+            check_files_and_batches(first, second)
+            check_zero_bytes_are_refused(first)
             page = httpx.get(f"{servers[0].root}/metrics").text
             assert 'penstock:storage_responses{tenant=""} 6.0' in page
         finally:
@@ -83,17 +83,17 @@ def check_responses(one: openai.OpenAI, two: openai.OpenAI) -> None:
     first = one.responses.create(**PLAIN, input=CAPITAL)
     assert two.responses.retrieve(first.id) == first and ANSWER in first.output_text
     second = two.responses.create(**PLAIN, input="What did I ask?", previous_response_id=first.id)
-    begun = one.responses.create(**PLAIN, input=CAPITAL, background=True)
-    while (ended := two.responses.retrieve(begun.id)).status in ("queued", "in_progress"):
+    background = one.responses.create(**PLAIN, input=CAPITAL, background=True)
+    while (response := two.responses.retrieve(background.id)).status in ("queued", "in_progress"):
         pass
-    assert ended.output_text == first.output_text
+    assert response.output_text == first.output_text
     two.responses.delete(second.id)
     with pytest.raises(openai.NotFoundError):
         one.responses.retrieve(second.id)
 
 
-def check_texts_that_it_does_not_take(client: openai.OpenAI) -> None:
-    """PostgreSQL takes no zero byte, which is the sender's mistake, and no failure of the server."""
+def check_zero_bytes_are_refused(client: openai.OpenAI) -> None:
+    """PostgreSQL rejects zero bytes: a client error, not a server error."""
     for path in ("files/%00", "responses/a%00b", "conversations/%00", "batches/%00"):
         answer = httpx.get(f"{client.base_url}{path}")
         assert answer.status_code == 400 and "rejects a value" in answer.text
@@ -107,15 +107,15 @@ def check_conversations(one: openai.OpenAI, two: openai.OpenAI) -> None:
     two.conversations.items.delete(items[0].id, conversation_id=conversation)
     assert [item.id for item in one.conversations.items.list(conversation)] == [items[1].id]
 
-    def begun(client: openai.OpenAI) -> bool:
+    def created(client: openai.OpenAI) -> bool:
         try:
             return bool(client.conversations.create().id)
         except openai.BadRequestError as error:
             assert "2 conversations" in str(error)
             return False
 
-    with ThreadPoolExecutor(8) as pool:  # there is room for one
-        assert sum(pool.map(begun, [one, two] * 8)) == 1
+    with ThreadPoolExecutor(8) as pool:  # the quota allows one more
+        assert sum(pool.map(created, [one, two] * 8)) == 1
     for client in (one, two, one):
         assert client.responses.create(**PLAIN, input=CAPITAL).store
     with pytest.raises(openai.BadRequestError, match="6 responses"):
@@ -125,14 +125,14 @@ def check_conversations(one: openai.OpenAI, two: openai.OpenAI) -> None:
 def check_files_and_batches(one: openai.OpenAI, two: openai.OpenAI) -> None:
     file = one.files.create(file=("in.jsonl", json.dumps(LINE).encode()), purpose="batch")
     batch = two.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
-    while (ended := one.batches.retrieve(batch.id)).status not in ("completed", "failed"):
+    while (finished := one.batches.retrieve(batch.id)).status not in ("completed", "failed"):
         pass
-    assert ended.output_file_id and json.loads(two.files.content(ended.output_file_id).text)["custom_id"] == "a"
+    assert finished.output_file_id and json.loads(two.files.content(finished.output_file_id).text)["custom_id"] == "a"
 
 
 @pytest.mark.thorough
-def test_a_database_of_an_earlier_version(url: str, tmp_path: Path) -> None:
-    """Processes that start at the same moment add a column once."""
+def test_database_of_earlier_version_is_migrated(url: str, tmp_path: Path) -> None:
+    """Processes that start at the same moment add the missing column once."""
     import psycopg
 
     connect = url.replace("postgresql+psycopg", "postgresql")
@@ -140,30 +140,30 @@ def test_a_database_of_an_earlier_version(url: str, tmp_path: Path) -> None:
         database.execute("alter table responses drop column size cascade")
     with serve(url, tmp_path, "--api-server-count", "3") as server:
         client = client_of(server)
-        kept = client.responses.create(**PLAIN, input=CAPITAL)
-        assert client.responses.retrieve(kept.id) == kept
+        stored = client.responses.create(**PLAIN, input=CAPITAL)
+        assert client.responses.retrieve(stored.id) == stored
 
 
 @pytest.mark.thorough
-def test_a_database_that_goes_away(url: str, tmp_path: Path) -> None:
-    """Requests that need it are told so; others are answered. It is back, and nobody has to start anything."""
+def test_server_survives_database_outage(url: str, tmp_path: Path) -> None:
+    """Requests that need the database get 503; others are answered. The server reconnects without a restart."""
     import psycopg
 
     connect = url.replace("postgresql+psycopg", "postgresql")
     with serve(url, tmp_path) as server:
         client = client_of(server)
-        kept = client.responses.create(**PLAIN, input=CAPITAL)
+        stored = client.responses.create(**PLAIN, input=CAPITAL)
         with psycopg.connect(connect, autocommit=True) as database:
             others = "from pg_stat_activity where pid != pg_backend_pid() and backend_type = 'client backend'"
             database.execute(f"select pg_terminate_backend(pid) {others}")
-        assert client.responses.retrieve(kept.id) == kept
+        assert client.responses.retrieve(stored.id) == stored
         with psycopg.connect(connect, autocommit=True) as database:
             database.execute("alter table responses rename to hidden")
-            with pytest.raises(openai.APIStatusError, match="database does not answer") as failed:
-                client.responses.retrieve(kept.id)
-            assert failed.value.status_code == 503
-            answered = client.responses.create(**PLAIN, input=CAPITAL)
-            assert ANSWER in answered.output_text and answered.store is False
+            with pytest.raises(openai.APIStatusError, match="database does not answer") as unavailable:
+                client.responses.retrieve(stored.id)
+            assert unavailable.value.status_code == 503
+            response = client.responses.create(**PLAIN, input=CAPITAL)
+            assert ANSWER in response.output_text and response.store is False
             assert httpx.get(f"{server.root}/metrics").status_code == 200
             database.execute("alter table hidden rename to responses")
-        assert client.responses.retrieve(kept.id) == kept
+        assert client.responses.retrieve(stored.id) == stored

@@ -1,4 +1,4 @@
-"""Progress of what takes long: a bar at a terminal, lines elsewhere, and nothing of what is quick."""
+"""Progress of long operations: a bar on a terminal, log lines elsewhere, nothing for quick operations."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ sys.exit(status)
 """
 
 
-def said(delay: float, level: str, at_terminal: bool) -> str:
+def run_script(delay: float, level: str, on_terminal: bool) -> str:
     command = [sys.executable, "-c", SCRIPT, str(delay), level]
-    if not at_terminal:
+    if not on_terminal:
         return subprocess.run(command, stderr=subprocess.PIPE, text=True, check=True).stderr
-    return at_a_terminal(command)
+    return run_on_terminal(command)
 
 
-def at_a_terminal(command: list[str]) -> str:
-    """What a command shows there, up to the line "done"."""
+def run_on_terminal(command: list[str]) -> str:
+    """Output of a command on a pseudo-terminal, up to the line "done"."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     process = subprocess.Popen(command, stdout=slave, stderr=slave)
@@ -61,45 +61,47 @@ def at_a_terminal(command: list[str]) -> str:
     return shown.decode()
 
 
-def test_lines() -> None:
-    lines = said(0, "INFO", False).splitlines()
+def test_progress_without_terminal_is_log_lines() -> None:
+    lines = run_script(0, "INFO", False).splitlines()
     assert lines == [*(f"log: loading: {share} % of 4 layers" for share in (25, 50, 75)), "done"]
 
 
-def test_a_bar() -> None:
-    shown = said(0, "INFO", True)
+def test_progress_on_terminal_is_bar() -> None:
+    shown = run_script(0, "INFO", True)
     assert "loading: 100%" in shown and "4/4" in shown and "log: " not in shown
 
 
-@pytest.mark.parametrize("at_terminal", [False, True])
-def test_nothing_of_what_is_quick_or_not_to_be_told(at_terminal: bool) -> None:
-    assert said(60, "INFO", at_terminal).strip() == "done"
-    assert said(0, "WARNING", at_terminal).strip() == "done"
+@pytest.mark.parametrize("on_terminal", [False, True])
+def test_quick_or_unlogged_operation_shows_no_progress(on_terminal: bool) -> None:
+    assert run_script(60, "INFO", on_terminal).strip() == "done"
+    assert run_script(0, "WARNING", on_terminal).strip() == "done"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "text"),
     [
         ("build MODEL --output-dir OUT", "packed: 100%"),
         ("quantize MODEL --output-dir OUT --method wint4", "written: 100%"),
     ],
 )
-def test_commands_show_theirs(arguments: str, words: str, tmp_path: Path) -> None:
-    places = {"MODEL": str(demo.CHAT), "OUT": str(tmp_path / "out")}
-    assert words in at_a_terminal([sys.executable, "-c", COMMAND, *(places.get(w, w) for w in arguments.split())])
+def test_build_and_quantize_show_progress(arguments: str, text: str, tmp_path: Path) -> None:
+    paths = {"MODEL": str(demo.CHAT), "OUT": str(tmp_path / "out")}
+    assert text in run_on_terminal(
+        [sys.executable, "-c", COMMAND, *(paths.get(part, part) for part in arguments.split())]
+    )
 
 
-def test_a_model_of_transformers_shows_its_loading() -> None:
+def test_loading_of_transformers_model_shows_progress() -> None:
     code = "import logging, sys; from penstock import LLM; from penstock.config import progress\n"
     code += "progress.DELAY = 0.0; logging.basicConfig(level='INFO')\n"
     code += "LLM(model_impl='transformers', num_gpu_blocks_override=100); print('done', file=sys.stderr)"
-    assert "loading weights: 100%" in at_a_terminal([sys.executable, "-c", code])
+    assert "loading weights: 100%" in run_on_terminal([sys.executable, "-c", code])
 
 
-def test_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_of_bytes_has_units_and_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "DELAY", 0.0)
-    told: list[str] = []
-    with progress.Progress("fetching", 3 * 10**9, "B", told.append, done=10**9) as bar:
+    lines: list[str] = []
+    with progress.Progress("fetching", 3 * 10**9, "B", lines.append, done=10**9) as bar:
         bar.update(5 * 10**8)
-        bar.update(10**9)  # within ten seconds of the line before
-    assert told == ["fetching: 50 % of 3.00 GB"]
+        bar.update(10**9)  # less than 10 s after the previous line
+    assert lines == ["fetching: 50 % of 3.00 GB"]

@@ -1,4 +1,4 @@
-"""A router and its instances, as processes: the answers of a single server, instances that come, go and die."""
+"""A router and its instances as processes: same answers as a single server; instances join, leave and die."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 
 
 class Deployment:
-    """A router, and instances that register with it.
+    """A router and the instances that register with it.
 
     Args:
-        folder: for the cluster secret.
-        flags: of the router.
+        folder: Folder for the cluster secret file.
+        flags: Additional flags of the router.
     """
 
     def __init__(self, folder: Path, *flags: str) -> None:
@@ -68,10 +68,10 @@ class Deployment:
         self.router.find("waiting for instances")
 
     def instances(self, *roles: str, flags: tuple[str, ...] = ()) -> list[Served]:
-        """Instances of these roles, which serve; the first ones make the router ready."""
+        """Start instances with these roles and wait until they serve. The first call also waits for the router."""
         address = ("--router-address", f"127.0.0.1:{self.port}")
         started = [Served("--role", role, *BLOCKS, *address, *self.secret, *flags) for role in roles]
-        entered = [self.stack.enter_context(one) for one in started]
+        entered = [self.stack.enter_context(server) for server in started]
         if not self._ready:
             self.stack.enter_context(self.router)
             self._ready = True
@@ -86,12 +86,12 @@ class Deployment:
 
     @property
     def states(self) -> dict[str, tuple[str, str]]:
-        """Of each instance, by its engine's address: role and state."""
-        found = httpx.get(f"http://127.0.0.1:{self.port}/penstock/instances").json()["instances"]
-        return {one["address"]: (one["role"], one["state"]) for one in found}
+        """Role and state of each instance, by its engine's address."""
+        instances = httpx.get(f"http://127.0.0.1:{self.port}/penstock/instances").json()["instances"]
+        return {instance["address"]: (instance["role"], instance["state"]) for instance in instances}
 
     def has(self, *roles: str) -> bool:
-        """Whether exactly instances of these roles are ready."""
+        """Return True if exactly these roles are registered and ready."""
         return sorted(self.states.values()) == sorted((role, "ready") for role in roles)
 
 
@@ -121,15 +121,15 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def answer(served: Served, path: str, body: dict[str, Any]) -> Any:
-    """What does not depend on the request's id and time."""
-    found = httpx.post(f"{served.url}/{path}", json=body)
-    assert found.status_code == 200, found.text
-    document = found.json()
+    """Choices or data of a response: the parts without request id and time."""
+    response = httpx.post(f"{served.url}/{path}", json=body)
+    assert response.status_code == 200, response.text
+    document = response.json()
     return document.get("choices", document.get("data"))
 
 
 class Stream:
-    """A long completion, of which the first piece has come."""
+    """A long streamed completion whose first chunk has arrived."""
 
     def __init__(self, served: Served) -> None:
         self._response = httpx.stream("POST", f"{served.url}/completions", json=LONG)
@@ -137,23 +137,23 @@ class Stream:
         self._first = next(self._lines)
 
     def rest(self) -> tuple[str, dict[str, Any] | None]:
-        """Its text, and its error where it has one."""
+        """Read to the end; return the text and the error, or None."""
         data = [line.removeprefix("data: ") for line in (self._first, *self._lines)]
         self._response.__exit__(None, None, None)
-        pieces = [json.loads(piece) for piece in data if piece != "[DONE]"]
-        error = pieces.pop()["error"] if "error" in pieces[-1] else None
-        return "".join(piece["choices"][0]["text"] for piece in pieces), error
+        chunks = [json.loads(chunk) for chunk in data if chunk != "[DONE]"]
+        error = chunks.pop()["error"] if "error" in chunks[-1] else None
+        return "".join(chunk["choices"][0]["text"] for chunk in chunks), error
 
 
 @pytest.mark.row("fastdeploy", "/registered_number")
-def test_answers_are_those_of_one_server(deployment: Deployment) -> None:
+def test_router_answers_equal_single_server(deployment: Deployment) -> None:
     expected = [answer(deployment.prefill, *request) for request in REQUESTS]
     with ThreadPoolExecutor(len(REQUESTS)) as threads:
-        found = list(threads.map(lambda request: answer(deployment.router, *request), REQUESTS))
-    assert found == expected
+        answers = list(threads.map(lambda request: answer(deployment.router, *request), REQUESTS))
+    assert answers == expected
     assert not deployment.router.pids["engine"]
     numbers = {"mixed": 0, "prefill": 1, "decode": 2}
-    assert httpx.get(f"{deployment.router.root}/registered_number").json() == numbers, "as FastDeploy's router says"
+    assert httpx.get(f"{deployment.router.root}/registered_number").json() == numbers, "as in FastDeploy's router"
     assert httpx.get(f"{deployment.prefill.root}/registered_number").status_code == 404
     page = httpx.get(f"{deployment.router.root}/metrics").text
     assert page.count("penstock:replica_kv_blocks{") == 3
@@ -166,34 +166,34 @@ def test_answers_are_those_of_one_server(deployment: Deployment) -> None:
     until(transferred)
 
 
-def test_every_log_names_the_request(deployment: Deployment) -> None:
-    """By the id that the client was given."""
-    asked = {"prompt": "Another story. " * 60, "max_tokens": 2}
-    response = httpx.post(f"{deployment.router.url}/completions", json=asked, headers={"X-Request-Id": "traced-0"})
+def test_every_log_contains_request_id(deployment: Deployment) -> None:
+    """All logs contain the client's request id."""
+    request = {"prompt": "Another story. " * 60, "max_tokens": 2}
+    response = httpx.post(f"{deployment.router.url}/completions", json=request, headers={"X-Request-Id": "traced-0"})
     assert response.status_code == 200
     deployment.router.find("id=traced-0 status=200")
     transfer = deployment.prefill.find(r"request traced-0: transfer (\w+): \d+ tokens")[1]
-    said = f"request traced-0: transfer {transfer}:"
-    until(lambda: any(said in line for served in deployment.decode for line in served.lines))
+    text = f"request traced-0: transfer {transfer}:"
+    until(lambda: any(text in line for served in deployment.decode for line in served.lines))
 
 
-def test_adapters_are_in_all_instances(deployment: Deployment, demo_adapters: Path) -> None:
-    given = {"lora_name": "a", "lora_path": str(demo_adapters / "a")}
-    asked = {"model": "a", "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
-    assert httpx.post(f"{deployment.router.url}/load_lora_adapter", json=given).status_code == 200
-    expected = answer(deployment.prefill, "completions", asked)
-    assert expected != answer(deployment.prefill, "completions", asked | {"model": "default"})
+def test_adapter_is_loaded_in_all_instances(deployment: Deployment, demo_adapters: Path) -> None:
+    adapter = {"lora_name": "a", "lora_path": str(demo_adapters / "a")}
+    request = {"model": "a", "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
+    assert httpx.post(f"{deployment.router.url}/load_lora_adapter", json=adapter).status_code == 200
+    expected = answer(deployment.prefill, "completions", request)
+    assert expected != answer(deployment.prefill, "completions", request | {"model": "default"})
     with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(lambda _: answer(deployment.router, "completions", asked), range(4)))
-    assert found == [expected] * 4
+        answers = list(threads.map(lambda _: answer(deployment.router, "completions", request), range(4)))
+    assert answers == [expected] * 4
     assert httpx.post(f"{deployment.router.root}/reset_prefix_cache").status_code == 200
-    assert answer(deployment.router, "completions", asked) == expected
+    assert answer(deployment.router, "completions", request) == expected
     assert httpx.post(f"{deployment.router.url}/unload_lora_adapter", json={"lora_name": "a"}).status_code == 200
     for served in (deployment.router, deployment.prefill, *deployment.decode):
-        assert httpx.post(f"{served.url}/completions", json=asked).status_code == 404
+        assert httpx.post(f"{served.url}/completions", json=request).status_code == 404
 
 
-def test_strangers_are_refused(deployment: Deployment) -> None:
+def test_peer_without_cluster_secret_is_refused(deployment: Deployment) -> None:
     base, body = f"127.0.0.1:{deployment.port}", b'{"name": "x", "engines": []}'
     with pytest.raises(PenstockError, match="401: the request must be signed with the secret"):
         call(base, REGISTER_PATH, b"another secret, long enough", body)
@@ -223,8 +223,8 @@ def test_strangers_are_refused(deployment: Deployment) -> None:
     assert f"the engine at {address} refuses the connection" in asyncio.run(connected())
 
 
-def test_engine_closes_connection_of_stranger_with_large_frame(deployment: Deployment) -> None:
-    """ZeroMQ would keep all of it in memory before it knows who sends."""
+def test_engine_closes_unauthenticated_connection_with_large_frame(deployment: Deployment) -> None:
+    """ZeroMQ would keep the whole frame in memory before the sender is authenticated."""
     host, _, port = next(iter(deployment.states)).rpartition(":")
     with socket.create_connection((host, int(port)), 10) as stranger:
         stranger.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32))
@@ -234,7 +234,7 @@ def test_engine_closes_connection_of_stranger_with_large_frame(deployment: Deplo
                 pass
 
 
-def test_message_of_several_frames_arrives_whole() -> None:
+def test_message_of_several_frames_arrives_complete() -> None:
     secret, message = b"a secret of sixteen", os.urandom(5 * 2**20 + 1)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as server, context.socket(zmq.DEALER) as client:
         secure_server(server, secret)
@@ -245,8 +245,8 @@ def test_message_of_several_frames_arrives_whole() -> None:
         assert b"".join(parts) == message
 
 
-def test_an_engine_of_another_version_is_refused() -> None:
-    """By the number of the protocol that it tells when a client connects."""
+def test_engine_of_another_version_is_refused() -> None:
+    """The engine sends its protocol version when a client connects."""
     secret, context = b"a secret of sixteen", zmq.Context()
     other = context.socket(zmq.ROUTER)
     secure_server(other, secret)
@@ -271,25 +271,25 @@ def test_an_engine_of_another_version_is_refused() -> None:
     context.destroy(0)
 
 
-def test_an_engine_that_dies_under_load_loses_what_it_had_begun_alone(deployment: Deployment) -> None:
-    """The others' requests go on, and the instance is used again once its engine was started again."""
-    whole = Stream(deployment.decode[0]).rest()[0]
+def test_killed_engine_loses_only_its_started_requests(deployment: Deployment) -> None:
+    """Other instances continue; the instance is used again after its engine is restarted."""
+    complete = Stream(deployment.decode[0]).rest()[0]
     streams = [Stream(deployment.router) for _ in range(4)]
     (engine,) = deployment.decode[0].pids["engine"]
     os.kill(engine, signal.SIGKILL)
-    asked = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+    request = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
     with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(lambda _: answer(deployment.router, "completions", asked), range(8)))
-    assert found.count(found[0]) == 8
+        answers = list(threads.map(lambda _: answer(deployment.router, "completions", request), range(8)))
+    assert answers.count(answers[0]) == 8
     ends = [stream.rest() for stream in streams]
-    assert {text for text, error in ends if not error} == {whole}
+    assert {text for text, error in ends if not error} == {complete}
     failed = [error for _, error in ends if error]
     assert failed and all(error["code"] == 503 and "was lost" in error["message"] for error in failed)
     assert httpx.get(f"{deployment.router.root}/health").status_code == 200
     until(lambda: deployment.has("prefill", "decode", "decode"))
 
 
-def test_an_instance_leaves_with_its_requests_answered(deployment: Deployment) -> None:
+def test_leaving_instance_answers_its_requests(deployment: Deployment) -> None:
     streams = [Stream(deployment.router) for _ in range(4)]
     leaving, staying = deployment.decode
     leaving.terminate()
@@ -303,8 +303,8 @@ def test_an_instance_leaves_with_its_requests_answered(deployment: Deployment) -
     deployment.decode = [staying]
 
 
-def test_instances_whose_results_have_other_bits_are_refused_or_told(deployment: Deployment, tmp_path: Path) -> None:
-    """By several routers, each by its own rule."""
+def test_instance_with_other_fingerprint_is_refused_or_reported(deployment: Deployment, tmp_path: Path) -> None:
+    """Each router applies its own setting."""
     before = deployment.states
     roles = {role: address for address, (role, _) in before.items()}
     with Served(
@@ -323,17 +323,17 @@ def test_instances_whose_results_have_other_bits_are_refused_or_told(deployment:
             r"instance at (\S+) is not used: its results differ bitwise: its kernels are ([^\s,]+)"
         )
         assert "kv8" in line[2] and deployment.states == before
-        named = f"{roles['decode']},{other.root},{roles['prefill']}"
-        flags = ("--decode-instances", named, "--allow-fingerprint-mismatch")
+        addresses = f"{roles['decode']},{other.root},{roles['prefill']}"
+        flags = ("--decode-instances", addresses, "--allow-fingerprint-mismatch")
         with Served("--role", "router", *flags, *deployment.secret) as second:
             until(lambda: "x-penstock-fingerprint-mismatch" in httpx.get(f"{second.root}/health").headers)
-            found = httpx.post(f"{second.url}/completions", json={"prompt": "The sea", "max_tokens": 2})
-            assert found.status_code == 200 and line[2] in found.headers["x-penstock-fingerprint-mismatch"]
+            response = httpx.post(f"{second.url}/completions", json={"prompt": "The sea", "max_tokens": 2})
+            assert response.status_code == 200 and line[2] in response.headers["x-penstock-fingerprint-mismatch"]
             second.find(f"{roles['prefill']} is not used: its role is prefill, but it is configured as decode or mixed")
 
 
-def test_a_router_with_another_tokenizer_uses_no_instance(deployment: Deployment, tmp_path: Path) -> None:
-    """Token ids would mean something else."""
+def test_router_with_another_tokenizer_uses_no_instance(deployment: Deployment, tmp_path: Path) -> None:
+    """The same token ids would stand for other texts."""
     for file in demo.CHAT.iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "tokenizer.json").unlink()
@@ -348,20 +348,20 @@ def test_a_router_with_another_tokenizer_uses_no_instance(deployment: Deployment
         router.kill()
 
 
-def test_an_address_that_is_taken_is_told(tmp_path: Path) -> None:
+def test_address_in_use_is_reported(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         command = (sys.executable, "-m", "penstock.cli.main", "serve", "--role", "decode", "--port", "0")
         environment = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path)}
-        words = [*command, "--engine-address", address]
-        said = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
-    assert said.returncode == 2
+        arguments = [*command, "--engine-address", address]
+        result = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
     expected = f"penstock serve: engine_address: cannot listen on {address}: address already in use; try another"
-    assert said.stderr.splitlines()[-1] == expected
+    assert result.stderr.splitlines()[-1] == expected
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         ("--role router --router-address 127.0.0.1:1", "router_address: a router does not register with other routers"),
         ("--role router --engine-address 127.0.0.1:1", "engine_address: a router has no engine"),
@@ -374,13 +374,13 @@ def test_an_address_that_is_taken_is_told(tmp_path: Path) -> None:
         ("--role both", "argument --role: invalid choice: 'both'"),
     ],
 )
-def test_what_contradicts_itself_is_refused(flags: str, words: str) -> None:
-    assert words in usage_error(*flags.split())
+def test_contradictory_flags_are_refused(flags: str, message: str) -> None:
+    assert message in usage_error(*flags.split())
 
 
-@pytest.mark.thorough  # ZeroMQ takes seconds to notice a process that was stopped
-def test_full_queues_and_an_engine_that_was_stopped(tmp_path: Path) -> None:
-    """More than the instances have room for is refused at once; what a stopped engine had not begun, another does."""
+@pytest.mark.thorough  # ZeroMQ takes seconds to notice a stopped process
+def test_full_queues_return_429_and_stopped_engine_is_avoided(tmp_path: Path) -> None:
+    """Requests beyond all queues get 429 at once. Requests not yet begun by a stopped engine go to another one."""
     with Deployment(tmp_path) as deployment:
         flags = ("--max-num-seqs", "2", "--max-waiting", "2")
         _, stopped = deployment.instances("decode", "decode", flags=flags)
@@ -400,16 +400,16 @@ def test_full_queues_and_an_engine_that_was_stopped(tmp_path: Path) -> None:
             with ThreadPoolExecutor(4) as threads:
                 assert list(threads.map(status, [short] * 4)) == [200] * 4
             until(lambda: any("was lost" in state for _, state in deployment.states.values()))
-            began = time.monotonic()
-            assert status(short) == 200 and time.monotonic() - began < 2
+            start = time.monotonic()
+            assert status(short) == 200 and time.monotonic() - start < 2
         finally:
             os.kill(engine, signal.SIGCONT)
         until(lambda: deployment.has("decode", "decode"))
 
 
 @pytest.mark.thorough  # starts each instance twice
-def test_every_instance_is_replaced_under_load(tmp_path: Path) -> None:
-    """Nothing fails, and every answer is the same."""
+def test_replacing_every_instance_under_load_fails_no_request(tmp_path: Path) -> None:
+    """No request fails, and all answers are equal."""
     with Deployment(tmp_path, "--pd-min-prefill-tokens", "100", "--api-server-count", "2") as deployment:
         running = deployment.instances("prefill", "decode", "decode")
         until(lambda: deployment.has("prefill", "decode", "decode"))
@@ -418,10 +418,12 @@ def test_every_instance_is_replaced_under_load(tmp_path: Path) -> None:
         ended = threading.Event()
 
         def load(number: int) -> list[Any]:
-            found = []
+            answers = []
             while not ended.is_set():
-                found.append(answer(deployment.router, "completions", {**body, "cache_salt": f"{number} {len(found)}"}))
-            return found
+                answers.append(
+                    answer(deployment.router, "completions", {**body, "cache_salt": f"{number} {len(answers)}"})
+                )
+            return answers
 
         with ThreadPoolExecutor(4) as threads:
             loads = [threads.submit(load, number) for number in range(4)]
@@ -434,13 +436,13 @@ def test_every_instance_is_replaced_under_load(tmp_path: Path) -> None:
                     until(lambda: deployment.has("prefill", "decode", "decode"))
             finally:
                 ended.set()
-            found = [one for load in loads for one in load.result()]
-        assert len(found) > 20 and all(one == expected for one in found)
+            all_answers = [result for load in loads for result in load.result()]
+        assert len(all_answers) > 20 and all(result == expected for result in all_answers)
 
 
 @pytest.mark.thorough
-def test_instances_whose_weights_change_one_after_the_other(tmp_path: Path) -> None:
-    """The router uses those that fit each other: the old ones until the last has changed, then the new ones."""
+def test_router_uses_only_instances_with_equal_weights(tmp_path: Path) -> None:
+    """Instances change weights one after another; the router uses only those with equal weights."""
     other = perturbed(demo.CHAT, tmp_path / "other")
     fields = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
     with Deployment(tmp_path, "--pd-min-prefill-tokens", "100") as deployment:
@@ -480,7 +482,7 @@ def test_instances_whose_weights_change_one_after_the_other(tmp_path: Path) -> N
         until(lambda: ask().status_code == 200)
 
 
-def test_one_command_starts_all_and_shows_it(tmp_path: Path) -> None:
+def test_pd_command_starts_and_shows_deployment(tmp_path: Path) -> None:
     command = (sys.executable, "-m", "penstock.cli.main", "pd")
     (port,) = free_ports(1)
     environment = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path)}
@@ -497,12 +499,12 @@ def test_one_command_starts_all_and_shows_it(tmp_path: Path) -> None:
         printed = [started.stdout.readline() for _ in range(6)]
         assert [line.split()[0] for line in printed[2:5]] == ["router", "prefill-0", "decode-0"]
         assert f"requests: http://127.0.0.1:{port}/v1" in printed[5]
-        asked = {"prompt": PROMPT, "max_tokens": 3}
-        assert httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=asked).status_code == 200
+        request = {"prompt": PROMPT, "max_tokens": 3}
+        assert httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=request).status_code == 200
 
         def transferred() -> bool:
-            said = run_in_process(main, "pd", "status", "--url", f"http://127.0.0.1:{port}", "--once")
-            header, _, *rows = said.stdout.splitlines()
+            result = run_in_process(main, "pd", "status", "--url", f"http://127.0.0.1:{port}", "--once")
+            header, _, *rows = result.stdout.splitlines()
             assert header.split()[:3] == ["role", "address", "state"] and len(rows) == 2
             return any(row.startswith("decode") and " 1  " in row for row in rows)
 
@@ -517,6 +519,6 @@ def test_one_command_starts_all_and_shows_it(tmp_path: Path) -> None:
         started.wait()
 
 
-def test_wrong_options_of_that_command_are_refused() -> None:
+def test_wrong_options_of_pd_command_are_refused() -> None:
     assert "prefill: must be at least 1" in run_in_process(main, "pd", "--prefill", "0").stderr
     assert "role: is set by penstock pd" in run_in_process(main, "pd", "--role", "decode").stderr

@@ -1,4 +1,4 @@
-"""Secrets of the configuration are masked wherever a server shows it: routes, logs, commands, errors."""
+"""Secrets of the configuration are masked in routes, logs, commands and errors."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from penstock.core.errors import MAX_MESSAGE
 from penstock.tracing import start_tracer
 
 CANARY = "CaNaRy"
-"""Part of every secret."""
+"""Text contained in every secret of these tests."""
 URL = f"https://user-{CANARY}-1:pass-{CANARY}-2@host.example/path?sig={CANARY}-3&other=1#{CANARY}-4"
 TEXTS = [setting for setting in settings().values() if setting.kind in (str, tuple) and not setting.choices]
-"""Every option that can hold a text."""
+"""Options with free text."""
 HOLD_SECRETS = [setting.name for setting in TEXTS if setting.secret]
 
 
 def configuration(setting: Setting, value: Any) -> Any:
-    """A configuration with a value of an option that is not checked."""
+    """Configuration with an unvalidated value of an option, as plain objects."""
     result = msgspec.to_builtins(Configuration())
     result[setting.section][setting.name] = value
     return result
 
 
 @pytest.mark.parametrize("setting", TEXTS, ids=lambda setting: setting.name)
-def test_secrets_of_every_option_are_masked(setting: Setting) -> None:
-    """As its value, in its URLs, and in its JSON at any depth."""
+def test_secret_in_any_option_is_masked(setting: Setting) -> None:
+    """Secrets as the whole value, in URLs and in JSON at any depth."""
     nested = {"a": {"hf_token": f"{CANARY}-5", "hf-token": f"{CANARY}-6"}, "b": [{"model": URL}], "api_key": [CANARY]}
     values = [URL, json.dumps(nested), f"two URLs: {URL}, {URL}", *([f"{CANARY}-7"] if setting.secret else [])]
     for value in values:
@@ -54,7 +54,7 @@ def test_secrets_of_every_option_are_masked(setting: Setting) -> None:
     assert setting.secret or "org/name@main" in str(kept)
 
 
-def test_options_that_hold_secrets() -> None:
+def test_secret_options_are_keys_tokens_and_storage_url() -> None:
     assert HOLD_SECRETS == ["hf_token", "api_key", "admin_api_key", "storage_url"]
 
 
@@ -76,7 +76,7 @@ def test_config_shows_no_secret(form: list[str], capsys: pytest.CaptureFixture[s
     assert CANARY not in printed.out + printed.err
     if form == ["--yaml"]:
         (tmp_path / "options.yaml").write_text(printed.out)
-        assert main(["config", "--config", str(tmp_path / "options.yaml")]) == 0, "the printed file can be read"
+        assert main(["config", "--config", str(tmp_path / "options.yaml")]) == 0, "the printed file must be readable"
 
 
 @pytest.mark.parametrize(
@@ -112,19 +112,19 @@ def test_log_lines_show_no_secret(log_format: Any, capsys: pytest.CaptureFixture
     handlers, level = root.handlers[:], root.level
     try:
         logs.set_up(LogOptions(log_format=log_format), "test")
-        facts = {"reason": f"quoted {secret!r}", "url": URL, "n": 1}
+        fields = {"reason": f"quoted {secret!r}", "url": URL, "n": 1}
         try:
             raise ValueError(f"the library says {secret} {json.dumps(secret)}")
         except ValueError:
-            logging.getLogger("x").exception("%s and %s-environment", URL, CANARY, extra={"fields": facts})
+            logging.getLogger("x").exception("%s and %s-environment", URL, CANARY, extra={"fields": fields})
         logging.getLogger("x").info("http://host/path and org/name@main stay")
     finally:
         logging.basicConfig(level=level, handlers=handlers, force=True)
-    written = capsys.readouterr().err
-    assert CANARY not in written
-    assert "http://host/path and org/name@main stay" in written
+    log = capsys.readouterr().err
+    assert CANARY not in log
+    assert "http://host/path and org/name@main stay" in log
     if log_format == "json":
-        assert [json.loads(line)["level"] for line in written.splitlines()] == ["error", "info"]
+        assert [json.loads(line)["level"] for line in log.splitlines()] == ["error", "info"]
 
 
 def configured(name: str, value: str) -> Configuration:
@@ -132,7 +132,7 @@ def configured(name: str, value: str) -> Configuration:
 
 
 def test_ordinary_words_are_not_masked() -> None:
-    """Users and queries of URLs that are no secrets, and what other programs' variables hold."""
+    """User names and ordinary query values in URLs, and other programs' environment variables."""
     url = "postgresql://penstock@db/penstock?sslmode=verify-full"
     environment = {
         "DATABASE_URL": "postgres://postgres:postgres@database/application?sslmode=no-verify",
@@ -159,7 +159,7 @@ def test_secret_in_a_long_message_is_masked_before_the_message_is_cut(before: in
     assert len(message) <= MAX_MESSAGE and CANARY not in message and "sss" not in message
 
 
-# --- A server whose every secret is a canary -------------------------------------------------------------------------
+# --- A server whose secrets all contain the canary -------------------------------------------------------------------
 
 
 class QuietHandler(SimpleHTTPRequestHandler):
@@ -169,7 +169,7 @@ class QuietHandler(SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[str]:
-    """A web server with the built-in model, as host:port."""
+    """Address (host:port) of a web server with the built-in model."""
     handler = partial(QuietHandler, directory=str(demo.CHAT))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -208,8 +208,8 @@ def served(site: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
         yield server
 
 
-def answers(served: Served) -> Iterator[tuple[str, str]]:
-    """The answer of every GET route, with its headers."""
+def all_responses(served: Served) -> Iterator[tuple[str, str]]:
+    """Path and response (headers and text) of every GET route and of some requests for missing models."""
     headers = {"authorization": f"Bearer {KEY}"}
     with httpx.Client(base_url=served.root, headers=headers, timeout=60) as client:
         paths = client.get("/openapi.json").json()["paths"]
@@ -235,16 +235,16 @@ def answers(served: Served) -> Iterator[tuple[str, str]]:
             yield path, f"{answer.headers}{answer.text}"
 
 
-def test_no_route_and_no_log_line_shows_a_secret(served: Served) -> None:
-    seen = dict(answers(served))
-    assert len(seen) > 30 and "***" in seen["/server_info"]
-    for path, text in seen.items():
+def test_routes_logs_and_command_lines_show_no_secret(served: Served) -> None:
+    responses = dict(all_responses(served))
+    assert len(responses) > 30 and "***" in responses["/server_info"]
+    for path, text in responses.items():
         assert CANARY not in text, path
     served.find("the collector at .* does not accept spans")
     assert CANARY not in "\n".join(served.lines)
     assert CANARY.encode() not in b"".join(
         (Path("/proc") / str(pid) / "cmdline").read_bytes() for pids in served.pids.values() for pid in pids
-    ), "command lines of child processes"
+    ), "command lines of child processes must not contain secrets"
 
 
 def test_metrics_show_no_secret(served: Served) -> None:
@@ -257,7 +257,7 @@ def test_metrics_show_no_secret(served: Served) -> None:
 
 
 class Hostile(SimpleHTTPRequestHandler):
-    """Answers with a redirect, or without an end."""
+    """Collector that responds with a redirect (3xx) or with an endless body (200)."""
 
     protocol_version = "HTTP/1.1"
     status = 200
@@ -283,8 +283,8 @@ class Hostile(SimpleHTTPRequestHandler):
 
 
 @pytest.mark.parametrize("status", [200, 301, 302, 307, 308])
-def test_collector_that_redirects_or_never_ends(status: int) -> None:
-    """A redirect is not taken for success; an answer without an end is not read."""
+def test_redirecting_or_endless_collector_is_handled(status: int) -> None:
+    """A redirect is a failure; an endless response body is not read."""
     handler = type("Answering", (Hostile,), {"status": status})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.stopped_after = threading.Event()  # type: ignore[attr-defined]

@@ -1,5 +1,4 @@
-"""Settings of other systems that are about security: each is honoured, or refused with a sentence; none is silently
-ignored."""
+"""Security settings of other systems: each is applied, refused, or ignored with a log message; none silently."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ PEM = "/a/file.pem"
 CODE = "loading code is not supported"
 
 FLAGS: list[tuple[str, str, dict[str, Any] | str]] = [
-    # vLLM, and Ascend's
+    # vLLM and vLLM Ascend
     *[
         (system, flags, outcome)
         for system in ("", "vllm", "ascend-vllm")
@@ -180,13 +179,13 @@ def test_security_flag_is_honoured_or_refused(
         assert status == (0 if outcome.startswith("ignored: ") else 2)
     else:
         assert status == 0, err
-        found = {name: json.loads(out)[name]["value"] for name in outcome}
-        assert found == outcome
+        values = {name: json.loads(out)[name]["value"] for name in outcome}
+        assert values == outcome
     assert "hush-42" not in err + out + caplog.text
 
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "torchao", "hqq", "inc"])
-def test_quantization_without_effect_is_told(caplog: pytest.LogCaptureFixture, method: str) -> None:
+def test_ignored_quantization_method_is_logged(caplog: pytest.LogCaptureFixture, method: str) -> None:
     assert main(["config", "--compat", "vllm", "--quantization", method]) == 0
     assert f"--quantization {method} is ignored: quantized checkpoints are detected" in caplog.text
 
@@ -218,41 +217,41 @@ def test_security_variable_is_honoured_or_refused(
     else:
         assert status == 0, err
         shown = {key: json.loads(out)[key]["value"] for key in outcome}
-        assert shown == {key: "***" if key == "api_key" else wanted for key, wanted in outcome.items()}
+        assert shown == {key: "***" if key == "api_key" else expected for key, expected in outcome.items()}
     if name.endswith("API_KEY"):
         assert value not in err and value not in caplog.text
 
 
-def test_every_published_variable_is_answered() -> None:
+def test_no_published_variable_is_ignored_silently() -> None:
     for system, names in (("vllm", published.VLLM_VARIABLES), ("fastdeploy", published.FASTDEPLOY_VARIABLES)):
-        usual = read({}, None, {}, load(system))
+        default = read({}, None, {}, load(system))
         for name in names:
             outcomes = set()
             for value in ("1", "0", "true", "/a/path", "huggingface", "info", "http"):
                 try:
-                    found = read({}, None, {name: value}, load(system))
+                    settings = read({}, None, {name: value}, load(system))
                 except PenstockError as error:
                     assert name in str(error), error
                     outcomes.add("refused")
                     continue
-                outcomes.add("ignored" if name in found.ignored else "nothing")
-                if found.sources != usual.sources:
+                outcomes.add("ignored" if name in settings.ignored else "nothing")
+                if settings.sources != default.sources:
                     outcomes.add("acts")
             assert outcomes - {"nothing"}, f"{name} is ignored silently"
 
 
-def test_fixed_limits_are_those_of_requests() -> None:
+def test_limits_of_variables_equal_request_limits() -> None:
     assert LIMITS == {"VLLM_MAX_N_SEQUENCES": MAX_SEQUENCES, "VLLM_MAX_COMPLETION_PROMPTS": MAX_PROMPTS}
 
 
-def test_variables_that_kubernetes_sets_for_a_service_are_no_settings() -> None:
+def test_kubernetes_service_variables_are_not_settings() -> None:
     service = {"VLLM_SERVICE_HOST": "10.0.0.1", "VLLM_SERVICE_PORT": "8000", "VLLM_SERVICE_PORT_HTTP": "8000"}
     service |= {"VLLM_PORT_8000_TCP": "tcp://10.0.0.1:8000", "VLLM_PORT_8000_TCP_ADDR": "10.0.0.1"}
     service |= {"VLLM_AUTH_SERVICE_HOST": "10.0.0.1", "VLLM_AUTH_PORT": "tcp://10.0.0.1:80"}
     assert not read({}, None, service, load("vllm")).ignored
 
 
-def test_our_key_replaces_the_one_of_vllm() -> None:
+def test_penstock_api_key_overrides_vllm_api_key() -> None:
     environment = {"VLLM_API_KEY": "theirs", "PENSTOCK_API_KEY": "ours"}
     assert read({}, None, environment, load("vllm")).configuration.server.api_key == ("ours",)
     assert read({"api_key": ["flag"]}, None, environment, load("vllm")).configuration.server.api_key == ("flag",)
@@ -269,14 +268,14 @@ def test_our_key_replaces_the_one_of_vllm() -> None:
         ),
     ],
 )
-def test_server_asks_for_the_key_of_the_environment(
+def test_server_requires_api_key_from_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shim: str, command: list[str], variable: str
 ) -> None:
     assert main(["shims", str(tmp_path), shim]) == 0
     monkeypatch.chdir(tmp_path)  # FastDeploy writes its log there
-    started = [str(tmp_path / command[0]), *command[1:]]
+    launcher = [str(tmp_path / command[0]), *command[1:]]
     with Served(
-        "--num-gpu-blocks-override", "100", command=started, environment={variable: "of-the-environment"}
+        "--num-gpu-blocks-override", "100", command=launcher, environment={variable: "of-the-environment"}
     ) as served:
         body = {"model": str(demo.CHAT), "prompt": "Once", "max_tokens": 1}
         refused = httpx.post(f"{served.url}/completions", json=body)

@@ -1,4 +1,4 @@
-"""``penstock serve`` through the clients that people have, and through plain sockets where these are too polite."""
+"""``penstock serve`` through common clients (OpenAI, LiteLLM, LangChain), plain HTTP and plain sockets."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def server(servers: Servers) -> Served:
 
 @pytest.fixture(scope="module")
 def strict() -> Iterator[Served]:
-    """With keys and narrow limits, its log in JSON, and unknown fields refused."""
+    """Server with API keys, small limits, JSON log, and unknown fields refused."""
     limits = ("--max-body-size", "20000", "--max-header-size", "4000", "--client-timeout", "1")
     keys = ("--api-key", "one,three", "--api-key", "two", "--allowed-origins", "https://a.example")
     with Served(*BLOCKS, *limits, *keys, "--log-format", "json", "--strict-requests") as served:
@@ -60,14 +60,14 @@ def strict() -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def client(server: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60) as found:
-        yield found
+    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60) as openai_client:
+        yield openai_client
 
 
 @pytest.fixture(scope="module")
 def plain(server: Served) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.root, timeout=60) as found:
-        yield found
+    with httpx.Client(base_url=server.root, timeout=60) as http_client:
+        yield http_client
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def llm() -> LLM:
 
 
 def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
-    """The error, which has the shape that all have."""
+    """Return the error of a response after checking its status and shape."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     error: dict[str, Any] = response.json()["error"]
@@ -84,10 +84,10 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     return error
 
 
-# --- Clients that people have ---------------------------------------------------------------------------------------
+# --- Common clients ------------------------------------------------------------------------------------------------
 
 
-def test_openai_chats(client: openai.OpenAI) -> None:
+def test_openai_chat(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=OTTAWA, temperature=0)
     assert answer.choices[0].message.content == "The capital of Canada is Ottawa."
     assert answer.choices[0].finish_reason == "stop"
@@ -95,7 +95,7 @@ def test_openai_chats(client: openai.OpenAI) -> None:
     assert answer.id == f"chatcmpl-{answer._request_id}"
 
 
-def test_openai_streams(client: openai.OpenAI) -> None:
+def test_openai_streamed_chat(client: openai.OpenAI) -> None:
     options = {"include_usage": True}
     stream = client.chat.completions.create(
         model=MODEL, messages=OTTAWA, temperature=0, stream=True, stream_options=options
@@ -104,60 +104,65 @@ def test_openai_streams(client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "The capital of Canada is Ottawa."
     assert chunks[0].choices[0].delta.role == "assistant"
     assert last.choices == []
-    whole = client.chat.completions.create(model=MODEL, messages=OTTAWA, temperature=0)
-    assert last.usage and whole.usage
-    assert last.usage.completion_tokens == whole.usage.completion_tokens
+    complete = client.chat.completions.create(model=MODEL, messages=OTTAWA, temperature=0)
+    assert last.usage and complete.usage
+    assert last.usage.completion_tokens == complete.usage.completion_tokens
 
 
 @pytest.mark.parametrize("forced", [False, True])
-def test_openai_gathers_streams(client: openai.OpenAI, forced: bool) -> None:
-    """Also of a call that is there at once with the end of the answer, as nothing in it is left to the model."""
-    at_once: Any = {"type": "function", "function": {"name": "wait", "parameters": {"additionalProperties": False}}}
-    asked: dict[str, Any] = {"tools": [at_once], "tool_choice": "required"} if forced else {"tools": [WEATHER]}
-    asked["parallel_tool_calls"] = False
-    with client.chat.completions.stream(model=MODEL, messages=IN_PARIS, temperature=0, **asked) as stream:
+def test_openai_stream_helper_collects_tool_call(client: openai.OpenAI, forced: bool) -> None:
+    """Also if the call arrives in the last chunk, as a fully forced call leaves nothing to the model."""
+    without_arguments: Any = {
+        "type": "function",
+        "function": {"name": "wait", "parameters": {"additionalProperties": False}},
+    }
+    fields: dict[str, Any] = (
+        {"tools": [without_arguments], "tool_choice": "required"} if forced else {"tools": [WEATHER]}
+    )
+    fields["parallel_tool_calls"] = False
+    with client.chat.completions.stream(model=MODEL, messages=IN_PARIS, temperature=0, **fields) as stream:
         kinds = [event.type for event in stream]
         (call,) = stream.get_final_completion().choices[0].message.tool_calls or []
     assert json.loads(call.function.arguments) == ({} if forced else {"city": "巴黎"})
     assert kinds.count("tool_calls.function.arguments.done") == 1
 
 
-def test_openai_completes(client: openai.OpenAI) -> None:
+def test_openai_completions_with_logprobs_and_echo(client: openai.OpenAI) -> None:
     answer = client.completions.create(
         model=MODEL, prompt=["One", "两"], n=2, seed=1, temperature=1, max_tokens=5, logprobs=2, echo=True
     )
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert [choice.text[:1] for choice in answer.choices] == ["O", "O", "两", "两"]
     for choice in answer.choices:
-        found = choice.logprobs
-        assert found and found.tokens and found.token_logprobs and found.text_offset
-        assert "".join(found.tokens) == choice.text
-        assert found.token_logprobs[0] is None, "nothing predicts the first"
-        for token, at in zip(found.tokens, found.text_offset, strict=True):
-            assert choice.text[at:].startswith(token)
+        logprobs = choice.logprobs
+        assert logprobs and logprobs.tokens and logprobs.token_logprobs and logprobs.text_offset
+        assert "".join(logprobs.tokens) == choice.text
+        assert logprobs.token_logprobs[0] is None, "the first token has no logprob"
+        for token, offset in zip(logprobs.tokens, logprobs.text_offset, strict=True):
+            assert choice.text[offset:].startswith(token)
 
 
-def test_openai_gets_logprobs(client: openai.OpenAI) -> None:
+def test_openai_chat_with_logprobs(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=MODEL, messages=OTTAWA, temperature=0, logprobs=True, top_logprobs=3, max_tokens=6
     )
-    found = answer.choices[0].logprobs
-    assert found and found.content and len(found.content) == 6
-    for token in found.content:
+    logprobs = answer.choices[0].logprobs
+    assert logprobs and logprobs.content and len(logprobs.content) == 6
+    for token in logprobs.content:
         assert len(token.top_logprobs) == 3
-        assert token.top_logprobs[0].token == token.token, "greedy takes the likeliest"
+        assert token.top_logprobs[0].token == token.token, "greedy sampling must take the most likely token"
         assert bytes(token.bytes or []).decode() == token.token
 
 
-def test_openai_stops(client: openai.OpenAI) -> None:
+def test_openai_chat_with_stop_strings(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=OTTAWA, temperature=0, stop=["Ott", "of C"])
     assert answer.choices[0].message.content == "The capital "
     assert answer.choices[0].finish_reason == "stop"
     assert answer.choices[0].to_dict()["stop_reason"] == "of C"
 
 
-def test_openai_gives_what_it_does_not_know_itself(client: openai.OpenAI) -> None:
-    """vLLM's names, in ``extra_body``."""
+def test_openai_extra_body_with_fields_of_vllm(client: openai.OpenAI) -> None:
+    """Fields of vLLM in ``extra_body``."""
     extra = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "ignore_eos": True, "min_tokens": 3}
     extra |= {"chat_template_kwargs": {"enable_thinking": True}, "return_token_ids": True, "cache_salt": "mine"}
     answer = client.chat.completions.create(model=MODEL, messages=OTTAWA, max_tokens=20, seed=1, extra_body=extra)
@@ -166,14 +171,14 @@ def test_openai_gives_what_it_does_not_know_itself(client: openai.OpenAI) -> Non
     assert len(answer.choices[0].to_dict()["token_ids"]) == 20  # type: ignore[arg-type]
 
 
-def test_openai_calls_tools_and_answers_from_them(client: openai.OpenAI) -> None:
+def test_openai_tool_calls_and_results(client: openai.OpenAI) -> None:
     messages: list[Any] = [*IN_PARIS]
-    asked = client.chat.completions.create(model=MODEL, messages=messages, temperature=0, tools=[WEATHER])
-    assert asked.choices[0].finish_reason == "tool_calls"
-    (call,) = asked.choices[0].message.tool_calls or []
+    first = client.chat.completions.create(model=MODEL, messages=messages, temperature=0, tools=[WEATHER])
+    assert first.choices[0].finish_reason == "tool_calls"
+    (call,) = first.choices[0].message.tool_calls or []
     assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "巴黎"})
     result = {"role": "tool", "tool_call_id": call.id, "content": '{"degrees": 21, "sky": "晴天"}'}
-    messages += [asked.choices[0].message, result]
+    messages += [first.choices[0].message, result]
     answer = client.chat.completions.create(model=MODEL, messages=messages, temperature=0, tools=[WEATHER])
     assert "21" in (answer.choices[0].message.content or "")
     text = client.chat.completions.create(
@@ -182,7 +187,7 @@ def test_openai_calls_tools_and_answers_from_them(client: openai.OpenAI) -> None
     assert text.choices[0].message.tool_calls is None
 
 
-def test_openai_finds_models(client: openai.OpenAI) -> None:
+def test_openai_models_are_listed_and_retrieved(client: openai.OpenAI) -> None:
     (model,) = client.models.list()
     assert model.id == MODEL
     assert client.models.retrieve(MODEL).to_dict()["max_model_len"] == 2048
@@ -194,7 +199,7 @@ def test_openai_finds_models(client: openai.OpenAI) -> None:
     assert client.completions.create(model="default", prompt="?", max_tokens=1).model == MODEL
 
 
-def test_openai_runs_many_at_once(server: Served) -> None:
+def test_openai_concurrent_requests_get_equal_answers(server: Served) -> None:
     async def ask() -> None:
         async with openai.AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
 
@@ -202,13 +207,13 @@ def test_openai_runs_many_at_once(server: Served) -> None:
                 chunks = await client.chat.completions.create(model=MODEL, messages=OTTAWA, temperature=0, stream=True)
                 return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
 
-            async def whole() -> str:
+            async def complete() -> str:
                 answer = await client.completions.create(model=MODEL, prompt="The sea", temperature=0, max_tokens=8)
                 return answer.choices[0].text
 
-            found = await asyncio.gather(*[streamed() for _ in range(8)], *[whole() for _ in range(8)])
-            assert set(found[:8]) == {"The capital of Canada is Ottawa."}
-            assert len(set(found[8:])) == 1
+            answers = await asyncio.gather(*[streamed() for _ in range(8)], *[complete() for _ in range(8)])
+            assert set(answers[:8]) == {"The capital of Canada is Ottawa."}
+            assert len(set(answers[8:])) == 1
 
     asyncio.run(asyncio.wait_for(ask(), 60))
 
@@ -217,34 +222,34 @@ def test_litellm_chats_and_streams(server: Served, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     import litellm
 
-    given: dict[str, Any] = {"model": f"openai/{MODEL}", "api_base": server.url, "api_key": "none", "temperature": 0}
-    answer = litellm.completion(messages=OTTAWA, **given)
+    options: dict[str, Any] = {"model": f"openai/{MODEL}", "api_base": server.url, "api_key": "none", "temperature": 0}
+    answer = litellm.completion(messages=OTTAWA, **options)
     assert answer.choices[0].message.content == "The capital of Canada is Ottawa."
-    chunks = litellm.completion(messages=OTTAWA, stream=True, **given)
+    chunks = litellm.completion(messages=OTTAWA, stream=True, **options)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "The capital of Canada is Ottawa."
     with pytest.raises(litellm.BadRequestError, match="top_p"):
-        litellm.completion(messages=OTTAWA, top_p=2, **given)
+        litellm.completion(messages=OTTAWA, top_p=2, **options)
 
 
-def test_litellm_calls_a_tool_and_goes_on(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop of its documentation, in which its own message, with fields of its own, goes back as it is."""
+def test_litellm_tool_call_and_result(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop of LiteLLM's documentation, which sends LiteLLM's message back with its additional fields."""
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     import litellm
 
-    given: dict[str, Any] = {"model": f"openai/{MODEL}", "api_base": server.url, "api_key": "none", "temperature": 0}
+    options: dict[str, Any] = {"model": f"openai/{MODEL}", "api_base": server.url, "api_key": "none", "temperature": 0}
     messages: list[Any] = list(IN_PARIS)
-    first = litellm.completion(messages=messages, tools=[WEATHER], tool_choice="auto", **given)
+    first = litellm.completion(messages=messages, tools=[WEATHER], tool_choice="auto", **options)
     message = first.choices[0].message
     message.provider_specific_fields = {"refusal": None}
     messages.append(message)
     for call in message.tool_calls:
         answer = {"tool_call_id": call.id, "role": "tool", "name": call.function.name, "content": "22 °C"}
         messages.append(answer)
-    second = litellm.completion(messages=messages, **given)
+    second = litellm.completion(messages=messages, **options)
     assert message.tool_calls and second.choices[0].message.content
 
 
-def test_langchain_sends_what_other_models_read(server: Served) -> None:
+def test_langchain_fields_for_other_models_are_accepted(server: Served) -> None:
     from langchain_core.messages import AIMessage, HumanMessage
     from langchain_openai import ChatOpenAI
 
@@ -258,9 +263,9 @@ def test_langchain_sends_what_other_models_read(server: Served) -> None:
         extra_body=extra,  # type: ignore[arg-type]
     )
     parts: list[Any] = [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]
-    said = [HumanMessage(parts), AIMessage("Hello", id="a", name="b"), HumanMessage("Who are you?")]
-    assert chat.invoke(said).content
-    assert "".join(str(piece.content) for piece in chat.stream(said))
+    messages = [HumanMessage(parts), AIMessage("Hello", id="a", name="b"), HumanMessage("Who are you?")]
+    assert chat.invoke(messages).content
+    assert "".join(str(chunk.content) for chunk in chat.stream(messages))
 
 
 def test_langchain_chats_and_streams(server: Served) -> None:
@@ -270,33 +275,33 @@ def test_langchain_chats_and_streams(server: Served) -> None:
     answer = chat.invoke("What is the capital of Canada?")
     assert answer.content == "The capital of Canada is Ottawa."
     assert answer.usage_metadata
-    pieces = list(chat.stream("What is the capital of Canada?"))
-    assert "".join(str(piece.content) for piece in pieces) == answer.content
+    chunks = list(chat.stream("What is the capital of Canada?"))
+    assert "".join(str(chunk.content) for chunk in chunks) == answer.content
     assert (
-        sum(piece.usage_metadata["output_tokens"] for piece in pieces if piece.usage_metadata)
+        sum(chunk.usage_metadata["output_tokens"] for chunk in chunks if chunk.usage_metadata)
         == (answer.usage_metadata["output_tokens"])
     )
     (call,) = chat.bind_tools([WEATHER]).invoke("巴黎的天气怎么样？").tool_calls
     assert (call["name"], call["args"]) == ("get_weather", {"city": "巴黎"})
 
 
-# --- The same as LLM, streamed and whole ----------------------------------------------------------------------------
+# --- Equal to LLM, with and without streaming -----------------------------------------------------------------------
 
 
 GREEDY = {"temperature": 0, "top_p": 1, "top_k": 0}
-DRAWN = {"temperature": 1.2, "top_p": 0.9, "top_k": 50, "seed": 7, "n": 3}
+SAMPLED = {"temperature": 1.2, "top_p": 0.9, "top_k": 50, "seed": 7, "n": 3}
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, DRAWN])
-def test_answers_are_those_of_llm_to_the_bit(plain: httpx.Client, llm: LLM, sampling: dict[str, Any]) -> None:
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_answers_equal_llm_bitwise(plain: httpx.Client, llm: LLM, sampling: dict[str, Any]) -> None:
     (expected,) = llm.chat(STORY, SamplingParams(max_tokens=60, logprobs=2, **sampling), use_tqdm=False)
-    asked = {"messages": STORY, "max_tokens": 60, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}
-    answer = plain.post("/v1/chat/completions", json=asked | sampling).json()
-    for made, choice in zip(expected.outputs, answer["choices"], strict=True):
-        assert choice["message"]["content"] == made.text
-        assert choice["token_ids"] == made.token_ids
-        found = [token["logprob"] for token in choice["logprobs"]["content"]]
-        assert found == [next(iter(position.values())).logprob for position in made.logprobs or []]
+    body = {"messages": STORY, "max_tokens": 60, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+    answer = plain.post("/v1/chat/completions", json=body | sampling).json()
+    for output, choice in zip(expected.outputs, answer["choices"], strict=True):
+        assert choice["message"]["content"] == output.text
+        assert choice["token_ids"] == output.token_ids
+        logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
+        assert logprobs == [next(iter(position.values())).logprob for position in output.logprobs or []]
 
 
 PROMPTS = st.sampled_from(["The sea", "加拿大的首都", "A 🦊 and", "é", "1, 2, 3,"])
@@ -316,7 +321,7 @@ SHARED: dict[str, st.SearchStrategy[Any]] = {
     "stop_token_ids": st.just([13, 14, 15]),
     "logit_bias": st.sampled_from([{"3000": 1.5}, {str(token): 100 for token in range(128, 256)}]),
 }
-"""The last makes characters of several tokens, and some that never become whole."""
+"""The last bias produces characters of several tokens, and incomplete ones."""
 COMPLETIONS = {
     "echo": st.booleans(),
     "logprobs": st.integers(0, 3),
@@ -330,9 +335,11 @@ CHATS = {
 }
 
 
-def bodies(own: dict[str, st.SearchStrategy[Any]], needed: str) -> st.SearchStrategy[dict[str, Any]]:
-    fixed = {needed: own[needed], "seed": st.integers(0, 2**32), "max_tokens": SHARED["max_tokens"]}
-    return st.fixed_dictionaries(fixed, optional={k: v for k, v in (SHARED | own).items() if k not in fixed})
+def bodies(fields: dict[str, st.SearchStrategy[Any]], required: str) -> st.SearchStrategy[dict[str, Any]]:
+    fixed = {required: fields[required], "seed": st.integers(0, 2**32), "max_tokens": SHARED["max_tokens"]}
+    return st.fixed_dictionaries(
+        fixed, optional={name: values for name, values in (SHARED | fields).items() if name not in fixed}
+    )
 
 
 quiet = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
@@ -346,20 +353,20 @@ drawn = settings(
 
 @given(bodies(COMPLETIONS, "prompt"))
 @drawn
-def test_streamed_completions_are_whole_ones(plain: httpx.Client, body: dict[str, Any]) -> None:
+def test_streamed_completion_equals_complete_one(plain: httpx.Client, body: dict[str, Any]) -> None:
     check_stream(plain, "/v1/completions", body)
 
 
 @given(bodies(CHATS, "messages"))
 @drawn
-def test_streamed_chats_are_whole_ones(plain: httpx.Client, body: dict[str, Any]) -> None:
+def test_streamed_chat_equals_complete_one(plain: httpx.Client, body: dict[str, Any]) -> None:
     check_stream(plain, "/v1/chat/completions", body)
 
 
 def check_stream(plain: httpx.Client, path: str, body: dict[str, Any]) -> None:
-    whole = plain.post(path, json=body)
-    assert whole.status_code == 200, whole.text
-    expected = whole.json()
+    complete = plain.post(path, json=body)
+    assert complete.status_code == 200, complete.text
+    expected = complete.json()
     chunks = streamed(plain, path, body | {"stream_options": {"include_usage": True}})
     assert chunks[-1]["choices"] == []
     assert counts(chunks[-1]["usage"]) == counts(expected["usage"])
@@ -373,7 +380,7 @@ def check_stream(plain: httpx.Client, path: str, body: dict[str, Any]) -> None:
 
 
 def counts(usage: dict[str, Any]) -> dict[str, Any]:
-    """Tokens, whatever was found in the cache."""
+    """Token counts without those of the prefix cache."""
     return {name: count for name, count in usage.items() if name != "prompt_tokens_details"}
 
 
@@ -386,11 +393,11 @@ def streamed(plain: httpx.Client, path: str, body: dict[str, Any]) -> list[dict[
 
 
 def flat(choice: dict[str, Any]) -> dict[str, Any]:
-    """A choice of whichever dialect, without the ids of its calls."""
+    """Common form of a choice of a chat or completion, without ids of tool calls."""
     message = choice.get("message", choice)
     calls = [call["function"] for call in message.get("tool_calls") or []]
     logprobs = choice["logprobs"] or {}
-    lists = {name: found for name, found in logprobs.items() if found is not None}
+    lists = {name: values for name, values in logprobs.items() if values is not None}
     return {
         "text": message.get("content", message.get("text")) or "",
         "thought": message.get("reasoning_content") or "",
@@ -401,60 +408,62 @@ def flat(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def join(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """What the chunks add up to, in the form of ``flat``."""
-    found: dict[int, dict[str, Any]] = {}
+    """Concatenate chunks into choices in the form of ``flat``, by index."""
+    choices: dict[int, dict[str, Any]] = {}
     for choice in [choice for chunk in chunks for choice in chunk["choices"]]:
         new = flat({"message": choice["delta"], **choice} if "delta" in choice else choice)
-        into = found.setdefault(
+        joined = choices.setdefault(
             choice["index"], {"text": "", "thought": "", "calls": [], "logprobs": {}, "token_ids": None}
         )
-        assert into.get("finish_reason") is None, "nothing comes after the end"
-        into["text"] += new["text"]
-        into["thought"] += new["thought"]
+        assert joined.get("finish_reason") is None, "no chunk may follow the finish reason"
+        joined["text"] += new["text"]
+        joined["thought"] += new["thought"]
         for part in choice.get("delta", {}).get("tool_calls", []):
             if "id" in part:
-                into["calls"].append({"name": part["function"].pop("name"), "arguments": ""})
-            assert part["index"] == len(into["calls"]) - 1, "the name comes first, and one call after the other"
-            into["calls"][-1]["arguments"] += part["function"].pop("arguments")
+                joined["calls"].append({"name": part["function"].pop("name"), "arguments": ""})
+            assert part["index"] == len(joined["calls"]) - 1, (
+                "a call must begin with its name, and calls must not interleave"
+            )
+            joined["calls"][-1]["arguments"] += part["function"].pop("arguments")
             assert not part["function"]
         for name, values in new["logprobs"].items():
-            into["logprobs"][name] = into["logprobs"].get(name, []) + values
+            joined["logprobs"][name] = joined["logprobs"].get(name, []) + values
         if new["token_ids"] is not None:
-            into["token_ids"] = (into["token_ids"] or []) + new["token_ids"]
-        into |= {name: new[name] for name in ("finish_reason", "stop_reason")}
-    return found
+            joined["token_ids"] = (joined["token_ids"] or []) + new["token_ids"]
+        joined |= {name: new[name] for name in ("finish_reason", "stop_reason")}
+    return choices
 
 
-@pytest.mark.parametrize("asked", [{"prompt_logprobs": 1}, {"return_token_ids": True}])
-def test_what_a_whole_chat_tells_of_its_prompt_a_stream_tells_too(plain: httpx.Client, asked: dict[str, Any]) -> None:
-    body = {"messages": OTTAWA, "max_tokens": 2, "temperature": 0, **asked}
-    whole = plain.post("/v1/chat/completions", json=body).json()
+@pytest.mark.parametrize("fields", [{"prompt_logprobs": 1}, {"return_token_ids": True}])
+def test_streamed_chat_contains_prompt_logprobs_and_token_ids(plain: httpx.Client, fields: dict[str, Any]) -> None:
+    body = {"messages": OTTAWA, "max_tokens": 2, "temperature": 0, **fields}
+    complete = plain.post("/v1/chat/completions", json=body).json()
     chunks = streamed(plain, "/v1/chat/completions", body)
     for name in ("prompt_logprobs", "prompt_token_ids"):
-        if name in whole:
-            assert [chunk[name] for chunk in chunks if chunk.get(name)] == [whole[name]]
+        if name in complete:
+            assert [chunk[name] for chunk in chunks if chunk.get(name)] == [complete[name]]
 
 
 @given(st.text())
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=quiet)
-def test_tokens_and_back(plain: httpx.Client, text: str) -> None:
-    made = plain.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
-    assert made["count"] == len(made["tokens"]) == len(made["token_strs"])
-    assert plain.post("/detokenize", json={"tokens": made["tokens"]}).json() == {"prompt": text, "content": text}
+def test_tokenize_and_detokenize_round_trip(plain: httpx.Client, text: str) -> None:
+    tokenized = plain.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    assert tokenized["count"] == len(tokenized["tokens"]) == len(tokenized["token_strs"])
+    assert plain.post("/detokenize", json={"tokens": tokenized["tokens"]}).json() == {"prompt": text, "content": text}
 
 
-def test_tokens_of_a_chat_are_those_that_it_costs(plain: httpx.Client) -> None:
+def test_tokenized_chat_equals_prompt_of_chat(plain: httpx.Client) -> None:
     body = {"messages": IN_PARIS, "tools": [WEATHER], "chat_template_kwargs": {"enable_thinking": True}}
-    made = plain.post("/tokenize", json=body).json()
+    tokenized = plain.post("/tokenize", json=body).json()
     answer = plain.post("/v1/chat/completions", json=body | {"max_tokens": 1, "return_token_ids": True}).json()
-    assert made["count"] == answer["usage"]["prompt_tokens"]
-    assert made["tokens"] == answer["prompt_token_ids"]
+    assert tokenized["count"] == answer["usage"]["prompt_tokens"]
+    assert tokenized["tokens"] == answer["prompt_token_ids"]
 
 
 # --- Ids, errors and the log ----------------------------------------------------------------------------------------
 
 
-def test_a_request_keeps_its_id(server: Served, plain: httpx.Client) -> None:
+def test_valid_request_id_is_kept_and_invalid_one_replaced(server: Served, plain: httpx.Client) -> None:
     body = {"prompt": "Hi", "max_tokens": 2}
     for given_id in ("mine-1/ä".encode("latin-1"), b"x" * 129, b"a b", b""):
         answer = plain.post("/v1/completions", json=body, headers=[(b"X-Request-Id", given_id)])
@@ -464,9 +473,9 @@ def test_a_request_keeps_its_id(server: Served, plain: httpx.Client) -> None:
         name = headers.get("X-Request-Id", answer.headers["x-request-id"])
         assert answer.headers.get_list("x-request-id") == [name]
         assert answer.json()["id"] == f"cmpl-{name}"
-        told = server.find(rf"POST /v1/completions id={name} status=200").string
-        assert all(f" {fact}" in told for fact in ("prompt=1", "output=2", "finish=length"))
-        assert re.search(r" ttft=\d+\.\d+ .*e2e=\d+\.\d+ ", told)
+        line = server.find(rf"POST /v1/completions id={name} status=200").string
+        assert all(f" {field}" in line for field in ("prompt=1", "output=2", "finish=length"))
+        assert re.search(r" ttft=\d+\.\d+ .*e2e=\d+\.\d+ ", line)
 
 
 WRONG: dict[str, tuple[str, dict[str, Any], int, str]] = {
@@ -499,21 +508,19 @@ WRONG: dict[str, tuple[str, dict[str, Any], int, str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_error_names_its_field_and_is_in_the_log_once(
-    server: Served, plain: httpx.Client, name: str, stream: bool
-) -> None:
+def test_error_names_its_field_and_is_logged_once(server: Served, plain: httpx.Client, name: str, stream: bool) -> None:
     path, body, status, param = WRONG[name]
     if stream and path.startswith("/v1"):
         body = body | {"stream": True}
-    own = f"wrong-{name}-{stream}".replace(" ", "-").replace("'", "")
-    at = len(server.lines)
-    error = error_of(plain.post(path, json=body, headers={"X-Request-Id": own}), status)
+    request_id = f"wrong-{name}-{stream}".replace(" ", "-").replace("'", "")
+    line_count = len(server.lines)
+    error = error_of(plain.post(path, json=body, headers={"X-Request-Id": request_id}), status)
     assert error["param"] == param
     assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
-    server.find(f"id={own}", after=at)
-    plain.post("/v1/completions", json={}, headers={"X-Request-Id": f"after-{own}"})
-    server.find(f"id=after-{own}", after=at)  # now all of the other's lines are there
-    (line,) = [line for line in server.lines[at:] if f"id={own} " in line]
+    server.find(f"id={request_id}", after=line_count)
+    plain.post("/v1/completions", json={}, headers={"X-Request-Id": f"after-{request_id}"})
+    server.find(f"id=after-{request_id}", after=line_count)  # now all lines of the first request are in the log
+    (line,) = [line for line in server.lines[line_count:] if f"id={request_id} " in line]
     assert f"status={status}" in line
     reason = "prompt: has 3000 tokens" if name == "too long" else error["message"]
     assert f"reason={json.dumps(reason, ensure_ascii=False)}"[:-1] in line
@@ -565,26 +572,26 @@ UNKNOWN: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_unknown_fields_are_ignored_and_told(plain: httpx.Client, strict: Served, name: str) -> None:
-    """In every dialect and at every depth; strict requests are refused for the first of them."""
-    path, body, told = UNKNOWN[name]
+def test_unknown_fields_are_ignored_and_reported(plain: httpx.Client, strict: Served, name: str) -> None:
+    """In every dialect and at every depth. Strict servers refuse requests with unknown fields."""
+    path, body, ignored = UNKNOWN[name]
     if path in ("/v1/chat/completions", "/v1/completions", "/v1/messages"):
         body = body | {"max_tokens": 1}
     key = "one" if name == "bladellm" else "Bearer one"
     answer = plain.post(path, json=body, headers={"Authorization": key})
     assert answer.status_code == 200, answer.text
-    assert sorted(answer.headers["x-penstock-ignored"].split(", ")) == sorted(told.split(", "))
+    assert sorted(answer.headers["x-penstock-ignored"].split(", ")) == sorted(ignored.split(", "))
     refused = httpx.post(strict.root + path, json=body, headers={"Authorization": key})
-    assert any(f"{place}: " in refused.text for place in told.split(", ")), refused.text
+    assert any(f"{field}: " in refused.text for field in ignored.split(", ")), refused.text
     assert refused.status_code == 400 or '"error_code":400' in refused.text
     assert "x-penstock-ignored" not in refused.headers
 
 
-def test_strict_requests_name_the_nearest_field(strict: Served) -> None:
+def test_strict_server_suggests_nearest_field(strict: Served) -> None:
     wrong = {"max_token": "max_tokens", "temprature": "temperature", "topp": "top_p"}
-    for field, near in wrong.items():
+    for field, nearest in wrong.items():
         error = error_of(httpx.post(f"{strict.url}/completions", json={"prompt": "x", field: 1}, headers=KEY), 400)
-        assert error["message"] == f"{field}: no such field; did you mean {near}?"
+        assert error["message"] == f"{field}: no such field; did you mean {nearest}?"
     body = {"messages": [{"role": "user", "contents": "x"}]}
     error = error_of(httpx.post(f"{strict.url}/chat/completions", json=body, headers=KEY), 400)
     assert error["message"] == "messages[0].contents: no such field; did you mean content?"
@@ -592,8 +599,8 @@ def test_strict_requests_name_the_nearest_field(strict: Served) -> None:
     assert schemas["ChatRequest"]["additionalProperties"] is False
 
 
-def test_strict_requests_take_back_what_was_answered(strict: Served) -> None:
-    """As agents do, which send the items and blocks of an answer with the next request."""
+def test_strict_server_accepts_items_of_earlier_responses(strict: Served) -> None:
+    """Agents send the items and blocks of a response back in the next request."""
     question = {"role": "user", "content": "What is the weather in Paris?"}
     schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
@@ -609,9 +616,9 @@ def test_strict_requests_take_back_what_was_answered(strict: Served) -> None:
     call = output[-1]
     assert (output[0]["type"], call["type"]) == ("reasoning", "function_call")
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": '{"temperature": 21}'}
-    more = post("/v1/responses", body | {"input": [question, *output, result]})["output"]
-    assert more
-    post("/v1/responses", body | {"input": [question, *output, result, *more, question]})
+    second_output = post("/v1/responses", body | {"input": [question, *output, result]})["output"]
+    assert second_output
+    post("/v1/responses", body | {"input": [question, *output, result, *second_output, question]})
 
     cached = {"cache_control": {"type": "ephemeral"}}
     body = {"max_tokens": 200, "tools": [{"name": "get_weather", "input_schema": schema} | cached]}
@@ -619,49 +626,49 @@ def test_strict_requests_take_back_what_was_answered(strict: Served) -> None:
     content = post("/v1/messages", body | {"messages": [question], "tool_choice": {"type": "any"}})["content"]
     assert [block["type"] for block in content] == ["thinking", "tool_use"]
     result = {"type": "tool_result", "tool_use_id": content[-1]["id"], "content": '{"temperature": 21}'}
-    told = {"role": "user", "content": [result | cached | {"is_error": False}]}
-    messages = [question, {"role": "assistant", "content": content}, told]
+    tool_message = {"role": "user", "content": [result | cached | {"is_error": False}]}
+    messages = [question, {"role": "assistant", "content": content}, tool_message]
     assert post("/v1/messages", body | {"messages": messages})["content"]
 
 
-def test_an_unknown_field_is_logged_once_a_client(server: Served, plain: httpx.Client) -> None:
-    at = len(server.lines)
+def test_unknown_field_is_logged_once_per_client(server: Served, plain: httpx.Client) -> None:
+    line_count = len(server.lines)
     for agent in ("one/1.0", "one/1.0", "two/1.0"):
         body = {"prompt": "x", "max_tokens": 1, "num_ctx": 1}
         plain.post("/v1/completions", json=body, headers={"User-Agent": agent, "X-Request-Id": agent[:3]})
-    server.find("id=two status=200", after=at)
-    told = [line for line in server.lines[at:] if "unknown fields are ignored: num_ctx" in line]
-    assert [re.findall(r"127\.0\.0\.1 (\w+)/1\.0", line) for line in told] == [["one"], ["two"]]
+    server.find("id=two status=200", after=line_count)
+    lines = [line for line in server.lines[line_count:] if "unknown fields are ignored: num_ctx" in line]
+    assert [re.findall(r"127\.0\.0\.1 (\w+)/1\.0", line) for line in lines] == [["one"], ["two"]]
 
 
-def test_hostile_names_of_fields_stay_within_a_header(server: Served, plain: httpx.Client) -> None:
+def test_hostile_field_names_are_escaped_and_cut_in_header(server: Served, plain: httpx.Client) -> None:
     names = ["x" * 100_000, "\r\nset-cookie: a=b", "é, ü", "", '"', *[f"field{i}" for i in range(20_000)]]
-    at = len(server.lines)
+    line_count = len(server.lines)
     answer = plain.post("/v1/completions", json={"prompt": "x", "max_tokens": 1} | dict.fromkeys(names, 1))
     assert answer.status_code == 200
-    told = answer.headers["x-penstock-ignored"]
-    assert told.isascii() and told.isprintable() and len(told) <= 1024
-    assert told.split(", ")[:5] == ["x" * 64, "??set-cookie:?a=b", "????", "", '"'] and told.endswith(", ...")
+    ignored = answer.headers["x-penstock-ignored"]
+    assert ignored.isascii() and ignored.isprintable() and len(ignored) <= 1024
+    assert ignored.split(", ")[:5] == ["x" * 64, "??set-cookie:?a=b", "????", "", '"'] and ignored.endswith(", ...")
     assert "set-cookie" not in answer.headers
-    server.find("unknown fields are ignored: xxx", after=at)
-    assert max(map(len, server.lines[at:])) < 4096
+    server.find("unknown fields are ignored: xxx", after=line_count)
+    assert max(map(len, server.lines[line_count:])) < 4096
 
 
-def test_what_is_not_there_yet_is_refused_by_name(plain: httpx.Client) -> None:
-    """But for values that ask for nothing."""
+def test_unsupported_field_is_refused_by_name(plain: httpx.Client) -> None:
+    """Values without effect, such as null, are accepted."""
     refused = {"logits_processors": [], "prompt_embeds": "x"}
     for field, value in refused.items():
         error = error_of(plain.post("/v1/completions", json={"prompt": "x", field: value}), 400)
         assert error["message"] == f"{field}: not supported yet"
-    nothing = {"suffix": "", "prompt_embeds": None}
-    nothing |= dict.fromkeys(refused.keys() - nothing.keys())
-    assert plain.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, **nothing}).status_code == 200
+    without_effect = {"suffix": "", "prompt_embeds": None}
+    without_effect |= dict.fromkeys(refused.keys() - without_effect.keys())
+    assert plain.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, **without_effect}).status_code == 200
     for field, value in {"tool_choice": "required", "store": True, "audio": {}}.items():
         error = error_of(plain.post("/v1/chat/completions", json={"messages": STORY, field: value}), 400)
         assert error["message"].startswith(f"{field}: ")
 
 
-def test_a_body_is_json_whatever_it_is_called(plain: httpx.Client) -> None:
+def test_body_is_parsed_as_json_with_any_content_type(plain: httpx.Client) -> None:
     body = json.dumps({"prompt": "Hi", "max_tokens": 1})
     for kind in ("application/x-www-form-urlencoded", "text/plain", "application/json; charset=utf-8", ""):
         answer = plain.post("/v1/completions", content=body, headers={"content-type": kind})
@@ -677,9 +684,7 @@ def test_a_body_is_json_whatever_it_is_called(plain: httpx.Client) -> None:
         ("PUT", "/v1/models", 405),
     ],
 )
-def test_wrong_paths_and_methods_are_told_in_the_same_shape(
-    plain: httpx.Client, method: str, path: str, status: int
-) -> None:
+def test_wrong_paths_and_methods_give_openai_errors(plain: httpx.Client, method: str, path: str, status: int) -> None:
     error = error_of(plain.request(method, path), status)
     assert error["message"].startswith(f"{method} {path}: ")
     assert error["code"] == status
@@ -687,7 +692,7 @@ def test_wrong_paths_and_methods_are_told_in_the_same_shape(
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/health", "/metrics", "/version", "/v2", "/openapi.json", "/nowhere"])
-def test_head_tells_what_get_would(plain: httpx.Client, path: str) -> None:
+def test_head_matches_get(plain: httpx.Client, path: str) -> None:
     head, get = plain.head(path), plain.get(path)
     assert head.status_code == get.status_code and head.content == b""
     assert head.headers.get("content-type") == get.headers.get("content-type")
@@ -708,17 +713,17 @@ TOO_LONG = [{"role": "user", "content": "a " * 4000}]
         ("/v1/responses", {"input": "a " * 4000}, "input"),
     ],
 )
-def test_a_prompt_beyond_the_context_is_told_as_openai_does(
+def test_prompt_beyond_context_gives_openai_error(
     plain: httpx.Client, path: str, body: dict[str, Any], param: str
 ) -> None:
     error = error_of(plain.post(path, json=body), 400)
     assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", "context_length_exceeded", param)
-    words = rf"This model's maximum context length is 2048 tokens\. However, your {param} resulted in (\d+) tokens\."
-    found = re.match(words, error["message"])
-    assert found and int(found[1]) > 2048
+    message = rf"This model's maximum context length is 2048 tokens\. However, your {param} resulted in (\d+) tokens\."
+    match = re.match(message, error["message"])
+    assert match and int(match[1]) > 2048
 
 
-def test_clients_recognise_a_prompt_beyond_the_context(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_recognise_prompt_beyond_context(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     import litellm
     from langchain_core.exceptions import ContextOverflowError
@@ -734,15 +739,18 @@ def test_clients_recognise_a_prompt_beyond_the_context(server: Served, monkeypat
         ChatOpenAI(model=MODEL, base_url=server.url, api_key="none").invoke("a " * 4000)  # type: ignore[arg-type]
 
 
-def test_web_pages_may_ask(plain: httpx.Client, strict: Served) -> None:
-    ask = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
-    asked = plain.options("/v1/chat/completions", headers={"Origin": "https://any.example", **ask})
-    assert asked.status_code == 200
-    assert asked.headers["access-control-allow-origin"] == "*"
+def test_cors_allows_configured_origins(plain: httpx.Client, strict: Served) -> None:
+    preflight = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
+    response = plain.options("/v1/chat/completions", headers={"Origin": "https://any.example", **preflight})
+    assert response.status_code == 200
+    assert response.headers["access-control-allow-origin"] == "*"
     path = f"{strict.url}/chat/completions"
-    assert httpx.options(path, headers={"Origin": "https://b.example", **ask}).status_code == 400
-    allowed = httpx.options(path, headers={"Origin": "https://a.example", **ask})
-    assert allowed.status_code == 200, "a browser asks without a key"
+    assert httpx.options(path, headers={"Origin": "https://b.example", **preflight}).status_code == 400
+    allowed = httpx.options(path, headers={"Origin": "https://a.example", **preflight})
+    assert allowed.status_code == 200, "a preflight request has no API key"
     assert allowed.headers["access-control-allow-origin"] == "https://a.example"
     assert "authorization" in allowed.headers["access-control-allow-headers"]
     answer = httpx.get(f"{strict.url}/models", headers={"Origin": "https://a.example", "Authorization": "one"})
@@ -753,7 +761,7 @@ def test_web_pages_may_ask(plain: httpx.Client, strict: Served) -> None:
 # --- Keys and limits ------------------------------------------------------------------------------------------------
 
 
-def test_keys_open(strict: Served) -> None:
+def test_api_keys_are_required(strict: Served) -> None:
     for key in ("Bearer one", "Bearer two", "bearer  three", "two"):
         assert httpx.get(f"{strict.url}/models", headers={"Authorization": key}).status_code == 200, key
     for key in ("Bearer four", "Bearer", "Basic one", "one,three", "ONE", "Bearer onex", "\xff"):
@@ -775,13 +783,13 @@ def test_health_needs_no_key(strict: Served) -> None:
 KEY = {"Authorization": "Bearer one"}
 
 
-def test_large_bodies_are_refused(strict: Served) -> None:
+def test_body_beyond_limit_is_refused(strict: Served) -> None:
     body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
-    fits, more = body + b" " * (20_000 - len(body)), body + b" " * (20_001 - len(body))
-    assert httpx.post(f"{strict.url}/completions", content=fits, headers=KEY).status_code == 200
-    error = error_of(httpx.post(f"{strict.url}/completions", content=more, headers=KEY), 413)
+    allowed, too_large = body + b" " * (20_000 - len(body)), body + b" " * (20_001 - len(body))
+    assert httpx.post(f"{strict.url}/completions", content=allowed, headers=KEY).status_code == 200
+    error = error_of(httpx.post(f"{strict.url}/completions", content=too_large, headers=KEY), 413)
     assert "at most 20000 bytes" in error["message"]
-    error_of(httpx.post(f"{strict.url}/completions", content=iter([more]), headers=KEY), 413)  # in chunks
+    error_of(httpx.post(f"{strict.url}/completions", content=iter([too_large]), headers=KEY), 413)  # chunked
 
 
 def head(*lines: str, body: str = "") -> bytes:
@@ -789,53 +797,53 @@ def head(*lines: str, body: str = "") -> bytes:
     return "\r\n".join(request).encode()
 
 
-def talk(served: Served, *pieces: bytes, limit: float = 60.0) -> tuple[bytes, bool]:
-    """Send the pieces and hear what comes; whether the server then closes the connection."""
-    with socket.create_connection(("127.0.0.1", int(served.root.rpartition(":")[2])), timeout=limit) as made:
-        heard = b""
+def talk(served: Served, *packets: bytes, limit: float = 60.0) -> tuple[bytes, bool]:
+    """Send packets; return what is received, and True if the server closes the connection."""
+    with socket.create_connection(("127.0.0.1", int(served.root.rpartition(":")[2])), timeout=limit) as connection:
+        received = b""
         try:
-            for piece in pieces:
-                made.sendall(piece)
-            while more := made.recv(2**16):
-                heard += more
+            for packet in packets:
+                connection.sendall(packet)
+            while more := connection.recv(2**16):
+                received += more
         except TimeoutError:
-            return heard, False
+            return received, False
         except ConnectionError:
-            return heard, True
-        return heard, True
+            return received, True
+        return received, True
 
 
-def test_headers_that_grow_are_refused(strict: Served) -> None:
-    heard, closed = talk(strict, head("x: " + "y" * 3000)[:-4], b"y" * 2000)
-    assert heard.startswith(b"HTTP/1.1 431 ")
+def test_headers_growing_beyond_limit_are_refused(strict: Served) -> None:
+    received, closed = talk(strict, head("x: " + "y" * 3000)[:-4], b"y" * 2000)
+    assert received.startswith(b"HTTP/1.1 431 ")
     assert closed
 
 
-def test_headers_that_are_large_at_once_are_refused(strict: Served) -> None:
+def test_headers_beyond_limit_in_one_packet_are_refused(strict: Served) -> None:
     body = '{"prompt": "x", "max_tokens": 1}'
-    heard, _ = talk(strict, head("x: " + "y" * 5000, f"content-length: {len(body)}", "connection: close", body=body))
-    assert heard.startswith(b"HTTP/1.1 431 ")
+    received, _ = talk(strict, head("x: " + "y" * 5000, f"content-length: {len(body)}", "connection: close", body=body))
+    assert received.startswith(b"HTTP/1.1 431 ")
 
 
-def test_a_silent_client_is_told(strict: Served) -> None:
-    begun = time.monotonic()
-    heard, _ = talk(strict, head("content-length: 100", body='{"prompt": '))
-    status, _, body = heard.decode().partition("\r\n\r\n")
+def test_silent_client_gets_timeout_error(strict: Served) -> None:
+    start = time.monotonic()
+    received, _ = talk(strict, head("content-length: 100", body='{"prompt": '))
+    status, _, body = received.decode().partition("\r\n\r\n")
     assert status.startswith("HTTP/1.1 408 ")
     assert json.loads(body)["error"]["message"] == "body: nothing was received for 1 seconds"
-    assert time.monotonic() - begun > 1
-    heard, closed = talk(strict, head("x: y")[:-4])
-    assert (heard, closed) == (b"", True), "who has not even said what he wants"
+    assert time.monotonic() - start > 1
+    received, closed = talk(strict, head("x: y")[:-4])
+    assert (received, closed) == (b"", True), "an incomplete head must get no response"
 
 
 @pytest.mark.parametrize("length", [100, 100_000])
-def test_a_connection_ends_where_a_body_was_given_up(strict: Served, length: int) -> None:
+def test_connection_is_closed_after_incomplete_body(strict: Served, length: int) -> None:
     _, closed = talk(strict, head(f"content-length: {length}", body='{"prompt": '))
     assert closed
 
 
-def test_a_client_that_would_upgrade_is_answered(server: Served) -> None:
-    """As Java's HttpClient asks, unless it is told not to."""
+def test_upgrade_request_is_answered_over_http_1(server: Served) -> None:
+    """Java's HttpClient asks for HTTP/2 by default."""
     upgrade = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAEAAEAAAAIAAAAB"}
     connection = http.client.HTTPConnection("127.0.0.1", int(server.root.rpartition(":")[2]), timeout=60)
     with contextlib.closing(connection):
@@ -844,19 +852,19 @@ def test_a_client_that_would_upgrade_is_answered(server: Served) -> None:
         assert answer.status == 200 and json.load(answer)["usage"]["completion_tokens"] == 1
 
 
-def test_a_connection_is_used_again(server: Served) -> None:
+def test_connection_is_reused_after_errors_and_streams(server: Served) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", int(server.root.rpartition(":")[2]), timeout=60)
     with contextlib.closing(connection):
         for body in ('{"prompt": "x", "max_tokens": 1}', "{", '{"prompt": "x", "max_tokens": 1, "stream": true}') * 2:
             connection.request("POST", "/v1/completions", body)
-            made = connection.sock
+            used_socket = connection.sock
             answer = connection.getresponse()
             assert answer.status == (400 if body == "{" else 200)
             answer.read()
-            assert connection.sock is made
+            assert connection.sock is used_socket
 
 
-def test_too_much_and_too_long_is_told() -> None:
+def test_max_concurrency_and_request_timeout_are_enforced() -> None:
     """``--max-concurrency`` and ``--request-timeout``."""
     body = {"prompt": "The sea", "max_tokens": 2000, "ignore_eos": True, "n": 8}
     with (
@@ -880,11 +888,11 @@ def test_too_much_and_too_long_is_told() -> None:
 
 @pytest.fixture(scope="module")
 def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, ssl.SSLContext]]:
-    """Two processes that speak HTTPS."""
+    """Server with HTTPS and two API processes, and an SSL context that trusts its certificate."""
     folder, authority = tmp_path_factory.mktemp("tls"), trustme.CA()
-    made = authority.issue_cert("127.0.0.1")
-    (folder / "key.pem").write_bytes(made.private_key_pem.bytes())
-    (folder / "chain.pem").write_bytes(b"".join(part.bytes() for part in made.cert_chain_pems))
+    certificate = authority.issue_cert("127.0.0.1")
+    (folder / "key.pem").write_bytes(certificate.private_key_pem.bytes())
+    (folder / "chain.pem").write_bytes(b"".join(part.bytes() for part in certificate.cert_chain_pems))
     files = ("--ssl-certfile", str(folder / "chain.pem"), "--ssl-keyfile", str(folder / "key.pem"))
     context = ssl.create_default_context()
     authority.configure_trust(context)
@@ -892,7 +900,7 @@ def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, s
         yield served, context
 
 
-def test_https(secure: tuple[Served, ssl.SSLContext]) -> None:
+def test_https_chat_and_untrusted_certificate(secure: tuple[Served, ssl.SSLContext]) -> None:
     served, context = secure
     assert served.url.startswith("https://")
     with openai.OpenAI(base_url=served.url, api_key="none", http_client=httpx.Client(verify=context)) as client:
@@ -903,20 +911,20 @@ def test_https(secure: tuple[Served, ssl.SSLContext]) -> None:
         httpx.get(f"{served.root}/live")
 
 
-def figures(served: Served, verify: ssl.SSLContext | bool = True) -> Counter[tuple[str, ...]]:
-    """Each sample by its name and its labels but for the model's."""
+def samples(served: Served, verify: ssl.SSLContext | bool = True) -> Counter[tuple[str, ...]]:
+    """Metric values by name and labels, without ``model_name``."""
     text = httpx.get(f"{served.root}/metrics", verify=verify).text
-    found: Counter[tuple[str, ...]] = Counter()
+    values: Counter[tuple[str, ...]] = Counter()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             labels = [value for label, value in sorted(sample.labels.items()) if label != "model_name"]
-            found[sample.name.removeprefix("penstock:"), *labels] = sample.value
-    return found
+            values[sample.name.removeprefix("penstock:"), *labels] = sample.value
+    return values
 
 
-def measured(served: Served, client: httpx.Client, verify: ssl.SSLContext | bool = True) -> None:
-    """Ask in several ways; then the page must have counted just that."""
-    before = figures(served, verify)
+def check_metrics(served: Served, client: httpx.Client, verify: ssl.SSLContext | bool = True) -> None:
+    """Send requests of several kinds; check that the metrics have grown by exactly these."""
+    before = samples(served, verify)
     tokens: Counter[str] = Counter()
     for _ in range(6):
         for body in ({"prompt": "The sea", "max_tokens": 5, "n": 2}, {"prompt": ["One", "Two words"], "max_tokens": 3}):
@@ -924,37 +932,37 @@ def measured(served: Served, client: httpx.Client, verify: ssl.SSLContext | bool
             tokens += Counter({name: usage[f"{name}_tokens"] for name in ("prompt", "completion")})
         error_of(client.post("/v1/completions", json={"prompt": "x" * 5000}), 400)
         error_of(client.post("/v1/completions", json={"prompt": "x", "top_p": 2}), 400)
-    grown = figures(served, verify)
-    grown.subtract(before)
-    assert grown["prompt_tokens_total",] == tokens["prompt"]
-    assert grown["generation_tokens_total",] == tokens["completion"]
-    assert grown["request_success_total", "length"] == 6 * 4
-    assert grown["request_failures_total", "too_long"] == grown["request_failures_total", "invalid"] == 6
-    assert grown["http_responses_total", "/v1/completions", "200"] == 6 * 2
-    assert grown["http_responses_total", "/v1/completions", "400"] == 6 * 2
+    growth = samples(served, verify)
+    growth.subtract(before)
+    assert growth["prompt_tokens_total",] == tokens["prompt"]
+    assert growth["generation_tokens_total",] == tokens["completion"]
+    assert growth["request_success_total", "length"] == 6 * 4
+    assert growth["request_failures_total", "too_long"] == growth["request_failures_total", "invalid"] == 6
+    assert growth["http_responses_total", "/v1/completions", "200"] == 6 * 2
+    assert growth["http_responses_total", "/v1/completions", "400"] == 6 * 2
     for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time"):
-        assert grown[f"{name}_seconds_count",] == 6 * 3
-        assert grown[f"{name}_seconds_bucket", "+Inf"] == 6 * 3
-    assert grown["request_prompt_tokens_sum",] == tokens["prompt"]
-    assert grown["request_generation_tokens_sum",] == tokens["completion"]
-    assert grown["num_requests_open",] == 0
+        assert growth[f"{name}_seconds_count",] == 6 * 3
+        assert growth[f"{name}_seconds_bucket", "+Inf"] == 6 * 3
+    assert growth["request_prompt_tokens_sum",] == tokens["prompt"]
+    assert growth["request_generation_tokens_sum",] == tokens["completion"]
+    assert growth["num_requests_open",] == 0
 
 
-def test_metrics_count_what_was_asked(server: Served, plain: httpx.Client) -> None:
-    measured(server, plain)
+def test_metrics_count_requests_and_tokens(server: Served, plain: httpx.Client) -> None:
+    check_metrics(server, plain)
 
 
-def test_one_page_tells_of_both_processes(secure: tuple[Served, ssl.SSLContext]) -> None:
+def test_metrics_page_covers_all_api_processes(secure: tuple[Served, ssl.SSLContext]) -> None:
     served, context = secure
     with httpx.Client(base_url=served.root, verify=context, headers={"connection": "close"}) as client:
-        measured(served, client, context)
-    told = [re.match(r"\S+ \S+ (api-\d):", line) for line in served.lines if "POST /v1/completions" in line]
-    assert {match[1] for match in told if match} == {"api-0", "api-1"}, "both have answered"
-    pages = [figures(served, context)["http_responses_total", "/v1/completions", "200"] for _ in range(8)]
+        check_metrics(served, client, context)
+    matches = [re.match(r"\S+ \S+ (api-\d):", line) for line in served.lines if "POST /v1/completions" in line]
+    assert {match[1] for match in matches if match} == {"api-0", "api-1"}, "both processes must have answered"
+    pages = [samples(served, context)["http_responses_total", "/v1/completions", "200"] for _ in range(8)]
     assert len(set(pages)) == 1
 
 
-def test_a_log_in_json(strict: Served) -> None:
+def test_json_log_has_request_fields(strict: Served) -> None:
     with httpx.Client(base_url=strict.root, headers=KEY) as client:
         for number, body in enumerate(({"prompt": 'x\n"y"', "max_tokens": 3}, {"prompt": "x", "stop": ""})):
             client.post("/v1/completions", json=body, headers={"X-Request-Id": f"json-{number}"})
@@ -970,10 +978,10 @@ def test_a_log_in_json(strict: Served) -> None:
     assert wrong["reason"].startswith("stop: ")
 
 
-# --- Starting -------------------------------------------------------------------------------------------------------
+# --- Start ----------------------------------------------------------------------------------------------------------
 
 
-def test_who_is_ready_answers() -> None:
+def test_first_request_after_ready_is_answered() -> None:
     served = Served(*BLOCKS)
     try:
         served.start()
@@ -983,60 +991,60 @@ def test_who_is_ready_answers() -> None:
         served.kill()
 
 
-def stopped(*arguments: str) -> str:
-    """The one sentence that a server says whose start ends once it has started."""
-    said = subprocess.run([*SERVE, *BLOCKS, *arguments], capture_output=True, text=True, timeout=60)
-    assert said.returncode == 2, said.stderr
-    (sentence,) = said.stderr.splitlines()
+def start_error(*arguments: str) -> str:
+    """Error message of a server that fails to start: one sentence."""
+    result = subprocess.run([*SERVE, *BLOCKS, *arguments], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2, result.stderr
+    (sentence,) = result.stderr.splitlines()
     return sentence
 
 
-def test_a_port_in_use() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        sentence = stopped("--host", "127.0.0.1", "--port", port)
+def test_port_in_use_is_reported() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+        sentence = start_error("--host", "127.0.0.1", "--port", port)
     assert f"cannot listen on 127.0.0.1:{port}" in sentence
 
 
-def test_a_model_that_is_not_there() -> None:
+def test_missing_model_is_reported() -> None:
     assert "/nowhere does not exist" in usage_error("/nowhere")
 
 
-def test_an_unknown_name_in_a_file(tmp_path: Path) -> None:
+def test_unknown_option_in_file_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "penstock.yaml"
     file.write_text("max_num_seq: 5\n")
     sentence = f"penstock serve: max_num_seq: no such option, in {file}; did you mean max_num_seqs?\n"
     assert usage_error("--config", str(file)) == sentence
 
 
-def test_a_wrong_value_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_environment_value_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_MAX_NUM_SEQS", "0")
     sentence = usage_error()
     assert "max_num_seqs" in sentence and "PENSTOCK_MAX_NUM_SEQS" in sentence
 
 
-def test_an_unknown_flag() -> None:
+def test_unknown_flag_is_reported_with_suggestion() -> None:
     assert usage_error("--prot", "1") == "penstock serve: unknown argument --prot; did you mean --port?\n"
 
 
-def test_a_key_without_a_certificate() -> None:
-    assert "ssl_certfile" in stopped("--port", "0", "--ssl-keyfile", __file__)
+def test_tls_key_without_certificate_is_reported() -> None:
+    assert "ssl_certfile" in start_error("--port", "0", "--ssl-keyfile", __file__)
 
 
 @pytest.mark.parametrize(
-    ("option", "words"),
+    ("option", "message"),
     [("--ssl-certfile", "ssl_certfile"), ("--chat-template", "chat_template"), ("--tokenizer", "tokenizer")],
 )
-def test_a_file_that_is_none(option: str, words: str, tmp_path: Path) -> None:
+def test_invalid_file_option_is_reported(option: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "file"
     if option == "--ssl-certfile":
         file.write_text("no certificate")
-    assert words in stopped("--port", "0", option, str(file))
+    assert message in start_error("--port", "0", option, str(file))
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json"])
-def test_a_broken_checkpoint(name: str, tmp_path: Path) -> None:
+def test_broken_checkpoint_is_reported(name: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(demo.CHAT, model)
     (model / name).write_text("{")
-    assert str(model) in stopped("--port", "0", str(model))
+    assert str(model) in start_error("--port", "0", str(model))

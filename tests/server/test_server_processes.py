@@ -1,4 +1,4 @@
-"""Processes of a server, and the environment that they are started in."""
+"""Processes of a server, and the environment in which they start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from serving import Served
 def test_modules_of_the_working_directory_do_not_shadow_libraries(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A user's ``http.py`` where the server is started is no module of the server's processes."""
+    """The server's processes do not import a user's ``http.py`` from the folder where the server is started."""
     for name in ("http", "json", "random", "types"):
         (tmp_path / f"{name}.py").write_text("raise AssertionError(__file__)\n")
     monkeypatch.chdir(tmp_path)

@@ -1,6 +1,6 @@
-"""The server against its own OpenAPI document, and against bytes that nobody described.
+"""The server against its OpenAPI document and against arbitrary bytes.
 
-Whatever comes in, nothing fails inside, nothing hangs, nobody else waits, and who is refused is told in one shape.
+For any input: no internal error, no hang, no delay for other clients, and errors of one shape.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from penstock.serve.models.served_models import ServedModels
 from penstock.serve.web import PAGE_PATHS
 
 EXAMPLES = int(os.environ.get("PENSTOCK_SCHEMA_EXAMPLES", "2"))
-"""Drawn requests for each of the document's operations; ``make thorough`` adds those that cover what it says."""
+"""Random requests per operation of the document; ``make thorough`` adds the coverage phase of Schemathesis."""
 LIMIT = 60.0
 """Seconds after which a request counts as lost."""
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -61,8 +61,8 @@ def server() -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def client(server: Served) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.root, timeout=LIMIT) as found:
-        yield found
+    with httpx.Client(base_url=server.root, timeout=LIMIT) as http_client:
+        yield http_client
 
 
 def drawn(examples: int) -> Any:
@@ -70,21 +70,21 @@ def drawn(examples: int) -> Any:
     return settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=quiet)
 
 
-# --- As described ---------------------------------------------------------------------------------------------------
+# --- The document ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("phase", ["fuzzing", pytest.param("coverage", marks=pytest.mark.thorough)])
-def test_answers_are_as_described(server: Served, tmp_path: Path, phase: str) -> None:
-    """What the document cannot say (fields that exclude each other) is refused, so refusing a drawn request is right.
+def test_responses_conform_to_document(server: Served, tmp_path: Path, phase: str) -> None:
+    """Random requests get responses as documented; invalid requests and other methods are refused.
 
-    That wrong ones are refused is checked, and that other methods are, with those that are there. KServe's paths, which
-    the document lists without their tensors, have tests of their own, and some paths are others' by a second name.
+    Valid random requests may be refused, too: the document cannot express all constraints, such as fields that exclude
+    each other. Not tested here: KServe's paths, whose tensors the document omits, and aliases of other paths.
     """
     checks = ["not_a_server_error", "status_code_conformance", "content_type_conformance", "negative_data_rejection"]
     checks += ["response_headers_conformance", "response_schema_conformance", "unsupported_method"]
     checks += ["allow_header_conformance"]
     document = httpx.get(f"{server.root}/openapi.json").json()
-    for operations in document["paths"].values():  # of streams it knows only what OpenAPI 3.2 calls itemSchema
+    for operations in document["paths"].values():  # Schemathesis supports streams only as itemSchema of OpenAPI 3.2
         for operation in operations.values():
             operation["responses"]["200"].get("content", {}).get("text/event-stream", {}).pop("schema", None)
     (tmp_path / "openapi.json").write_text(json.dumps(document))
@@ -92,8 +92,8 @@ def test_answers_are_as_described(server: Served, tmp_path: Path, phase: str) ->
     command += ["--seed=1", "--generation-database=none", f"--request-timeout={LIMIT}", f"--checks={','.join(checks)}"]
     command += [f"--phases={phase}", f"--max-examples={EXAMPLES}"]
     command += ["--exclude-path-regex", "^/v2|^/ping|^/v1/score|completions/"]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
-    assert said.returncode == 0, said.stdout[-8000:] + said.stderr[-2000:]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
 
 
 LISTED = {
@@ -111,7 +111,7 @@ LISTED = {
 }
 
 
-def test_the_document_lists_every_path(client: httpx.Client) -> None:
+def test_document_lists_known_paths_and_unique_operations(client: httpx.Client) -> None:
     document = client.get("/openapi.json").json()
     assert not LISTED - document["paths"].keys()
     references = set(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(document)))
@@ -120,13 +120,13 @@ def test_the_document_lists_every_path(client: httpx.Client) -> None:
     assert len(set(names)) == len(names)
 
 
-def test_the_document_lists_every_route(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But its own, and the files of the web page."""
+def test_document_lists_every_route(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Except the document's route and the files of the web page."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     clear_registry()
     served_models = ServedModels(ServerOptions(allow_runtime_lora_updating=True, server_dev_mode=True), Metrics())
     app: Any = build(served_models, ModelRepository(served_models, ModelManager(served_models, io.BytesIO())))
-    while not isinstance(app, Starlette):  # what stands before it
+    while not isinstance(app, Starlette):  # unwrap middleware
         app = app.app if hasattr(app, "app") else app._app
     document = TestClient(app).get("/openapi.json").json()
     listed = {(path, method.upper()) for path, item in document["paths"].items() for method in item}
@@ -137,8 +137,8 @@ def test_the_document_lists_every_route(tmp_path: Path, monkeypatch: pytest.Monk
 # --- Any bytes ------------------------------------------------------------------------------------------------------
 
 
-def well(response: httpx.Response) -> None:
-    """Answered, or refused in the shape that errors have."""
+def check_response(response: httpx.Response) -> None:
+    """Check that a response is a success or an error of the common shape."""
     assert response.status_code < 500, response.text
     if response.status_code != 200:
         error = response.json()["error"]
@@ -155,7 +155,7 @@ PLAIN = (
     | st.text(st.characters(codec=None, exclude_categories=()), max_size=20)
 )
 VALUES = st.recursive(PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
-"""As Python's JSON writes them: with NaN, infinities and lone surrogates."""
+"""Values that Python's ``json`` can write, including NaN, infinities and lone surrogates."""
 
 
 TEMPLATE_OPTIONS = (
@@ -179,24 +179,24 @@ TEMPLATE_OPTIONS = (
 @example(COMPLETIONS, b'{"\\ud800":1}')
 @example(COMPLETIONS, b'{"":1}')
 @drawn(60)
-def test_any_bytes_are_answered(client: httpx.Client, path: str, body: bytes) -> None:
-    well(client.post(path, content=body))
+def test_any_bytes_cause_no_internal_error(client: httpx.Client, path: str, body: bytes) -> None:
+    check_response(client.post(path, content=body))
 
 
 @given(PATHS, st.data())
 @drawn(60)
-def test_a_part_of_a_request_is_answered(client: httpx.Client, path: str, data: st.DataObject) -> None:
+def test_mutated_request_causes_no_internal_error(client: httpx.Client, path: str, data: st.DataObject) -> None:
     body = json.dumps(GOOD[path]).encode()
     begin, end = (data.draw(st.integers(0, len(body))) for _ in range(2))
-    well(client.post(path, content=body[:begin] + data.draw(st.binary(max_size=3)) + body[end:]))
+    check_response(client.post(path, content=body[:begin] + data.draw(st.binary(max_size=3)) + body[end:]))
 
 
 @given(PATHS, st.data())
 @drawn(250)
-def test_any_value_of_any_field_is_answered(client: httpx.Client, path: str, data: st.DataObject) -> None:
+def test_any_value_of_any_field_causes_no_internal_error(client: httpx.Client, path: str, data: st.DataObject) -> None:
     fields = data.draw(st.lists(st.sampled_from(fields_of(client, path)), min_size=1, max_size=3))
     body = GOOD[path] | {field: data.draw(VALUES, label=field) for field in fields}
-    well(client.post(path, content=json.dumps(body).encode("utf-8", "surrogatepass")))
+    check_response(client.post(path, content=json.dumps(body).encode("utf-8", "surrogatepass")))
 
 
 @given(
@@ -216,9 +216,9 @@ def test_any_value_of_any_field_is_answered(client: httpx.Client, path: str, dat
     )
 )
 @drawn(100)
-def test_any_messages_are_answered(client: httpx.Client, messages: list[Any]) -> None:
+def test_any_messages_cause_no_internal_error(client: httpx.Client, messages: list[Any]) -> None:
     body = {"messages": messages, "max_tokens": 1}
-    well(client.post(CHAT, content=json.dumps(body).encode("utf-8", "surrogatepass")))
+    check_response(client.post(CHAT, content=json.dumps(body).encode("utf-8", "surrogatepass")))
 
 
 @given(st.text('abc{}[]":,\\ud8', max_size=40))
@@ -226,30 +226,30 @@ def test_any_messages_are_answered(client: httpx.Client, messages: list[Any]) ->
 @example('{"a":' + "9" * 5000 + "}")
 @example('{"\\ud800": NaN}')
 @drawn(40)
-def test_any_arguments_of_a_call_are_answered(client: httpx.Client, arguments: str) -> None:
+def test_any_tool_call_arguments_cause_no_internal_error(client: httpx.Client, arguments: str) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]}]
-    well(client.post(CHAT, json={"messages": messages, "max_tokens": 1}))
+    check_response(client.post(CHAT, json={"messages": messages, "max_tokens": 1}))
 
 
 @pytest.mark.parametrize("path", [CHAT, "/tokenize"])
 @pytest.mark.parametrize("name", ["self", "size"])
-def test_names_inside_the_server_can_be_given_to_a_template(client: httpx.Client, path: str, name: str) -> None:
+def test_template_option_may_have_name_of_internal_argument(client: httpx.Client, path: str, name: str) -> None:
     body = {"messages": GOOD[CHAT]["messages"], "chat_template_kwargs": {name: 1}}
-    well(client.post(path, json=body | ({"max_tokens": 1} if path == CHAT else {})))
+    check_response(client.post(path, json=body | ({"max_tokens": 1} if path == CHAT else {})))
 
 
 @given(st.dictionaries(st.sampled_from(TEMPLATE_OPTIONS), VALUES, max_size=4))
 @drawn(60)
-def test_any_template_options_are_answered(client: httpx.Client, options: dict[str, Any]) -> None:
+def test_any_template_options_cause_no_internal_error(client: httpx.Client, options: dict[str, Any]) -> None:
     body = GOOD[CHAT] | {"chat_template_kwargs": options}
-    well(client.post(CHAT, content=json.dumps(body).encode("utf-8", "surrogatepass")))
+    check_response(client.post(CHAT, content=json.dumps(body).encode("utf-8", "surrogatepass")))
 
 
 @given(st.sampled_from(["GET", "POST", "DELETE"]), st.text(min_size=1, max_size=20))
 @drawn(40)
-def test_any_path_is_answered(client: httpx.Client, method: str, path: str) -> None:
-    well(client.request(method, httpx.URL(str(client.base_url)).copy_with(raw_path=b"/" + quoted(path))))
+def test_any_path_causes_no_internal_error(client: httpx.Client, method: str, path: str) -> None:
+    check_response(client.request(method, httpx.URL(str(client.base_url)).copy_with(raw_path=b"/" + quoted(path))))
 
 
 def quoted(path: str) -> bytes:
@@ -263,19 +263,19 @@ def fields_of(client: httpx.Client, path: str) -> list[str]:
     return sorted(document["components"]["schemas"][name]["properties"])
 
 
-def document_of(client: httpx.Client, known: dict[str, Any] = {}) -> dict[str, Any]:  # noqa: B006
-    if str(client.base_url) not in known:
-        known[str(client.base_url)] = client.get("/openapi.json").json()
-    found: dict[str, Any] = known[str(client.base_url)]
-    return found
+def document_of(client: httpx.Client, documents: dict[str, Any] = {}) -> dict[str, Any]:  # noqa: B006
+    if str(client.base_url) not in documents:
+        documents[str(client.base_url)] = client.get("/openapi.json").json()
+    document: dict[str, Any] = documents[str(client.base_url)]
+    return document
 
 
-# --- Nobody else waits ----------------------------------------------------------------------------------------------
+# --- No delay for others --------------------------------------------------------------------------------------------
 
 BODY = 8 * 2**20
-"""Bytes: what a server takes whose model has a context of 131,072 tokens."""
+"""Bytes; default limit of a server with a context of 131,072 tokens."""
 FORCED = {"prompt": "x", "logit_bias": {"3583": 100}, "max_tokens": 200}
-"""The model says </think> all the time."""
+"""The bias makes the model generate only </think>."""
 LARGE: dict[str, tuple[str, dict[str, Any]]] = {
     "a long prompt": (COMPLETIONS, {"prompt": "x" * 5_000_000}),
     "many token ids": (COMPLETIONS, {"prompt": [5] * 2_000_000}),
@@ -293,7 +293,7 @@ LARGE: dict[str, tuple[str, dict[str, Any]]] = {
     "long bad words": (COMPLETIONS, {"prompt": "x", "bad_words": ["zq" * 250_000] * 2}),
     "many allowed tokens": (COMPLETIONS, {"prompt": "x", "allowed_token_ids": [5] * 2_500_000, "max_tokens": 4}),
     "many stop tokens": (COMPLETIONS, {"prompt": "x", "stop_token_ids": [5] * 2_000_000}),
-    "a long name of a model": (COMPLETIONS, {"prompt": "x", "model": "x" * 5_000_000}),
+    "a long model name": (COMPLETIONS, {"prompt": "x", "model": "x" * 5_000_000}),
     "a long salt": (COMPLETIONS, {"prompt": "x", "cache_salt": "x" * 5_000_000}),
 }
 
@@ -305,38 +305,38 @@ def roomy() -> Iterator[Served]:
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_a_large_request_holds_nobody_up(roomy: Served, name: str) -> None:
-    """Others are answered before the server has worked for long: its processor time counts, which does not grow where
-    other programs use the cores as well."""
+def test_large_request_does_not_delay_other_clients(roomy: Served, name: str) -> None:
+    """Others are answered after little processor time of the server. (Unlike wall-clock time, processor time does not
+    depend on other programs.)"""
     path, body = LARGE[name]
     content = json.dumps(body).encode()
-    work: list[float] = []
-    begun, ended = threading.Event(), threading.Event()
+    busy_seconds: list[float] = []
+    probed, ended = threading.Event(), threading.Event()
 
     def probe() -> None:
         with httpx.Client(base_url=roomy.root, timeout=60) as other:
             while not ended.is_set():
                 before = processor_time(roomy)
                 answer = other.post(COMPLETIONS, json={"prompt": "Hi", "max_tokens": 2, "temperature": 0})
-                work.append(processor_time(roomy) - before)
-                begun.set()
+                busy_seconds.append(processor_time(roomy) - before)
+                probed.set()
                 assert answer.status_code == 200, answer.text
 
     with httpx.Client(base_url=roomy.root, timeout=60) as client, ThreadPoolExecutor() as threads:
         probing = threads.submit(probe)
         try:
-            assert begun.wait(60)
-            well(client.post(path, content=content))
+            assert probed.wait(60)
+            check_response(client.post(path, content=content))
         finally:
             ended.set()
         probing.result()
-    assert max(work) < 1.5  # 0.3 at most
+    assert max(busy_seconds) < 1.5  # at most 0.3 s in measurements
 
 
 def processor_time(served: Served) -> float:
-    """Seconds that the engine and the API process have used so far."""
-    found = 0
+    """Processor seconds used so far by the engine and the API process."""
+    ticks = 0
     for pid in (*served.pids["engine"], *served.pids["api"]):
         fields = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
-        found += int(fields[11]) + int(fields[12])
-    return found / os.sysconf("SC_CLK_TCK")
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""What each API key and all together may have stored, how long it is kept, and what metrics tell of it."""
+"""Storage quotas per API key, server-wide storage limits, expiry of stored objects, and storage metrics."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture
 def clients(served: Served) -> Iterator[list[openai.OpenAI]]:
-    """One for each key; what they have stored is removed afterwards."""
-    found = [openai.OpenAI(base_url=served.url, api_key=key, max_retries=0) for key in KEYS]
-    yield found
-    for client in found:
+    """One client per API key; their batches and files are removed afterwards."""
+    result = [openai.OpenAI(base_url=served.url, api_key=key, max_retries=0) for key in KEYS]
+    yield result
+    for client in result:
         for batch in client.batches.list():
             if batch.status in ("validating", "in_progress"):
                 client.batches.cancel(batch.id)
@@ -56,20 +56,24 @@ def upload(client: openai.OpenAI, content: bytes = b"x", **fields: Any) -> Any:
 
 
 def stored(served: Served) -> dict[str, list[float]]:
-    """Values of the metrics, of each tenant, the largest first."""
+    """Values of each storage metric over tenants, largest first."""
     page = httpx.get(f"{served.root}/metrics").text
-    families = {one.name.removeprefix("penstock:storage_"): one for one in text_string_to_metric_families(page)}
-    return {name: sorted((s.value for s in one.samples), reverse=True) for name, one in families.items()}
+    families = {
+        family.name.removeprefix("penstock:storage_"): family for family in text_string_to_metric_families(page)
+    }
+    return {
+        name: sorted((sample.value for sample in family.samples), reverse=True) for name, family in families.items()
+    }
 
 
-def until(wanted: Callable[[], bool]) -> None:
+def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
-    while not wanted():
+    while not condition():
         assert time.monotonic() < deadline
 
 
-def test_files(clients: list[openai.OpenAI], served: Served) -> None:
-    """Refused as OpenAI does: with 400, which its client does not repeat."""
+def test_files_beyond_quota_are_refused(clients: list[openai.OpenAI], served: Served) -> None:
+    """Refused with 400, as by OpenAI: the client does not retry."""
     mine, other = clients
     first, _ = upload(mine, b"x" * 1000), upload(mine)
     with pytest.raises(openai.BadRequestError, match="storage_quota of each API key is 2 files, of which 2 are used"):
@@ -85,24 +89,24 @@ def test_files(clients: list[openai.OpenAI], served: Served) -> None:
     upload(mine, b"x" * 40_959)
 
 
-def test_responses(clients: list[openai.OpenAI]) -> None:
-    """Who asks for a response to be stored is refused; who does not ask is answered all the same."""
+def test_responses_beyond_quota_are_not_stored(clients: list[openai.OpenAI]) -> None:
+    """Requests that ask for storage are refused; others are answered without storage."""
     mine, other = clients
-    kept = [mine.responses.create(**PLAIN) for _ in range(3)]
-    assert all(response.store for response in kept)
-    for asks in ({"store": True}, {"background": True}):
+    stored_responses = [mine.responses.create(**PLAIN) for _ in range(3)]
+    assert all(response.store for response in stored_responses)
+    for fields in ({"store": True}, {"background": True}):
         with pytest.raises(openai.BadRequestError, match="store: the storage_quota of each API key is 3 responses"):
-            mine.responses.create(**PLAIN, **asks)
-    answered = mine.responses.create(**PLAIN)
-    assert answered.output_text == kept[0].output_text and answered.store is False
+            mine.responses.create(**PLAIN, **fields)
+    unstored = mine.responses.create(**PLAIN)
+    assert unstored.output_text == stored_responses[0].output_text and unstored.store is False
     *_, last = mine.responses.create(**PLAIN, stream=True)
     assert last.response.store is False  # type: ignore[union-attr]
     assert other.responses.create(**PLAIN).store
-    mine.responses.delete(kept[0].id)
+    mine.responses.delete(stored_responses[0].id)
     assert mine.responses.create(**PLAIN, store=True).store
 
 
-def test_conversations(clients: list[openai.OpenAI], served: Served) -> None:
+def test_conversations_beyond_quota_are_refused(clients: list[openai.OpenAI], served: Served) -> None:
     mine, _ = clients
     conversation = mine.conversations.create().id
     with pytest.raises(openai.BadRequestError, match="1 conversations"):
@@ -115,21 +119,21 @@ def test_conversations(clients: list[openai.OpenAI], served: Served) -> None:
     mine.conversations.create()
 
 
-def test_batches_that_have_not_ended(clients: list[openai.OpenAI]) -> None:
-    """Told as too many requests: one of them will end."""
+def test_unfinished_batches_beyond_quota_are_refused(clients: list[openai.OpenAI]) -> None:
+    """Refused with 429, as running batches will end."""
     mine, other = clients
-    asked: dict[str, Any] = {"endpoint": "/v1/completions", "completion_window": "24h"}
+    fields: dict[str, Any] = {"endpoint": "/v1/completions", "completion_window": "24h"}
     file = upload(mine, LINE)
-    first = mine.batches.create(input_file_id=file.id, **asked)
+    first = mine.batches.create(input_file_id=file.id, **fields)
     with pytest.raises(openai.RateLimitError, match="1 batches, of which 1 are used; wait until one has ended"):
-        mine.batches.create(input_file_id=file.id, **asked)
-    other.batches.create(input_file_id=upload(other, LINE).id, **asked)
+        mine.batches.create(input_file_id=file.id, **fields)
+    other.batches.create(input_file_id=upload(other, LINE).id, **fields)
     mine.batches.cancel(first.id)
     until(lambda: mine.batches.retrieve(first.id).status == "cancelled")
-    mine.batches.create(input_file_id=file.id, **asked)
+    mine.batches.create(input_file_id=file.id, **fields)
 
 
-def test_files_expire_when_they_are_told_to(clients: list[openai.OpenAI]) -> None:
+def test_files_expire_after_requested_time(clients: list[openai.OpenAI]) -> None:
     mine, _ = clients
     file = upload(mine, LINE, expires_after={"anchor": "created_at", "seconds": 3600})
     assert file.expires_at == file.created_at + 3600
@@ -155,8 +159,8 @@ def test_files_expire_when_they_are_told_to(clients: list[openai.OpenAI]) -> Non
     assert output.expires_at == output.created_at + 7200
 
 
-def test_what_has_expired_is_removed(tmp_path: Path) -> None:
-    """Rows and contents, by a server that is asked for nothing; a database of an earlier version has no sizes."""
+def test_expired_objects_are_removed(tmp_path: Path) -> None:
+    """An idle server removes expired rows and files. The database is of an earlier version without sizes."""
     flags = ("--storage-dir", str(tmp_path), "--num-gpu-blocks-override", "100")
     with Served(*flags) as server:
         client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
@@ -172,19 +176,19 @@ def test_what_has_expired_is_removed(tmp_path: Path) -> None:
             database.execute(f"update {table} set expires = 1")
     assert len(os.listdir(tmp_path / "files")) == 1
 
-    def left() -> int:
+    def remaining_rows() -> int:
         with sqlite3.connect(tmp_path / "penstock.db") as database:
             return sum(database.execute(f"select count(*) from {table}").fetchone()[0] for table in tables)
 
     with Served(*flags) as server:
-        until(lambda: left() == 0 and not os.listdir(tmp_path / "files"))
+        until(lambda: remaining_rows() == 0 and not os.listdir(tmp_path / "files"))
         client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
         assert client.responses.create(**PLAIN).store
         assert stored(server)["bytes"][0] > 100
 
 
 @pytest.mark.parametrize("limits", ["bytes=much", "rows=1", "files"])
-def test_limits_that_cannot_be_read(limits: str) -> None:
+def test_malformed_quota_is_refused(limits: str) -> None:
     server = Served("--storage-quota", limits)
     try:
         server.find("storage_quota: .* is not a limit such as bytes=10G")
@@ -193,17 +197,17 @@ def test_limits_that_cannot_be_read(limits: str) -> None:
         server.kill()
 
 
-def open_each(folders: list[str], together: Barrier) -> None:
+def open_each(folders: list[str], barrier: Barrier) -> None:
     for folder in folders:
-        together.wait()
+        barrier.wait()
         Database(ServerOptions(storage_dir=folder))
 
 
-def test_processes_that_open_a_new_database_at_once_all_open_it(tmp_path: Path) -> None:
-    """As API processes do. SQLite by itself refuses some of them: 1 of 240 here."""
+def test_processes_can_open_new_database_at_same_time(tmp_path: Path) -> None:
+    """API processes do so. Without further measures, SQLite refuses some of them (1 of 240 in a measurement)."""
     context, count = multiprocessing.get_context("spawn"), 4
-    together, folders = context.Barrier(count, timeout=60), [str(tmp_path / str(i)) for i in range(100)]
-    processes = [context.Process(target=open_each, args=(folders, together)) for _ in range(count)]
+    barrier, folders = context.Barrier(count, timeout=60), [str(tmp_path / str(i)) for i in range(100)]
+    processes = [context.Process(target=open_each, args=(folders, barrier)) for _ in range(count)]
     for process in processes:
         process.start()
     for process in processes:

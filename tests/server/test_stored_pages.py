@@ -1,4 +1,4 @@
-"""Large stored objects: pages read only their entries, reads wait for no writer, conversations have limits."""
+"""Storage with large objects: paginated reads, reads during writes, limits of conversations, file modes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def database(folder: Path) -> sqlite3.Connection:
 
 
 def resident(pid: int, field: str = "VmHWM") -> int:
-    """Bytes of resident memory: the most so far, or now (``VmRSS``)."""
+    """Resident memory of a process in bytes: peak, or current with ``VmRSS``."""
     status = (Path("/proc") / str(pid) / "status").read_text()
     return int(status.partition(f"{field}:")[2].split()[0]) * 1024
 
@@ -61,7 +61,7 @@ def message(text: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def stored(served: Served) -> dict[str, str]:
-    """Ids of one of each."""
+    """Ids of one stored object of each kind."""
     client = client_of(served)
     conversation = client.conversations.create(items=[message("a")])  # type: ignore[list-item]
     file = client.files.create(file=b'{"custom_id": "1"}', purpose="batch")
@@ -91,27 +91,29 @@ READS = (
 
 
 def test_reads_do_not_wait_for_a_writer(served: Served, folder: Path, stored: dict[str, str]) -> None:
-    """Everything that only reads is answered while another process holds the write lock."""
+    """Requests that only read succeed while another process holds the database's write lock."""
     headers = {"Authorization": f"Bearer {KEYS[0]}"}
     with database(folder) as writer:
         writer.execute("BEGIN IMMEDIATE")
         for path in READS:
-            found = httpx.get(f"{served.url}/{path.format(**stored)}", headers=headers, timeout=8)
-            assert found.status_code == 200, (path, found.text)
-        for named in ({"previous_response_id": stored["response"]}, {"conversation": stored["conversation"]}):
-            counted = {**named, "input": "Go on.", "model": "default"}
-            found = httpx.post(f"{served.url}/responses/input_tokens", json=counted, headers=headers, timeout=8)
-            assert found.status_code == 200, found.text
-        asked = {**PLAIN, "previous_response_id": stored["response"], "input": "Go on.", "store": False}
-        assert httpx.post(f"{served.url}/responses", json=asked, headers=headers, timeout=8).status_code == 200
+            response = httpx.get(f"{served.url}/{path.format(**stored)}", headers=headers, timeout=8)
+            assert response.status_code == 200, (path, response.text)
+        for context in ({"previous_response_id": stored["response"]}, {"conversation": stored["conversation"]}):
+            body = {**context, "input": "Go on.", "model": "default"}
+            response = httpx.post(f"{served.url}/responses/input_tokens", json=body, headers=headers, timeout=8)
+            assert response.status_code == 200, response.text
+        unstored = {**PLAIN, "previous_response_id": stored["response"], "input": "Go on.", "store": False}
+        assert httpx.post(f"{served.url}/responses", json=unstored, headers=headers, timeout=8).status_code == 200
         assert httpx.get(f"{served.root}/metrics", timeout=8).status_code == 200
         writer.execute("ROLLBACK")
 
 
 @pytest.mark.parametrize("kind", ["files", "batches"])
 @pytest.mark.parametrize("order", ["asc", "desc"])
-def test_pages_add_up_to_the_list(served: Served, folder: Path, stored: dict[str, str], kind: str, order: str) -> None:
-    """Also of entries that were made at the same moment."""
+def test_pages_add_up_to_complete_list(
+    served: Served, folder: Path, stored: dict[str, str], kind: str, order: str
+) -> None:
+    """Also for entries with the same creation time."""
     headers = {"Authorization": f"Bearer {KEYS[0]}"}
     with database(folder) as writer:
         columns = [row[1] for row in writer.execute(f"PRAGMA table_info({kind})")]
@@ -121,26 +123,26 @@ def test_pages_add_up_to_the_list(served: Served, folder: Path, stored: dict[str
             changed = {**row, "id": name, "created": row["created"] + number // 5}
             if kind == "batches":
                 changed |= {"status": "completed", "document": json.dumps(json.loads(row["document"]) | {"id": name})}
-            marks = ", ".join("?" for _ in columns)
-            writer.execute(f"INSERT INTO {kind} VALUES ({marks})", [changed[column] for column in columns])
+            placeholders = ", ".join("?" for _ in columns)
+            writer.execute(f"INSERT INTO {kind} VALUES ({placeholders})", [changed[column] for column in columns])
     pages: list[list[str]] = []
     after: dict[str, str] = {}
     more = True
     while more:
         query = {"limit": "5", "order": order, **after}
-        found = httpx.get(f"{served.url}/{kind}", params=query, headers=headers).json()
-        pages.append([entry["id"] for entry in found["data"]])
-        after, more = {"after": found["last_id"]}, found["has_more"]
-    whole = httpx.get(f"{served.url}/{kind}", params={"limit": "1000", "order": order}, headers=headers).json()
-    assert [name for page in pages for name in page] == [entry["id"] for entry in whole["data"]]
-    assert {f"{kind}-{order}-{number}" for number in range(17)} <= {entry["id"] for entry in whole["data"]}
-    times = [entry["created_at"] for entry in whole["data"]]
+        page = httpx.get(f"{served.url}/{kind}", params=query, headers=headers).json()
+        pages.append([entry["id"] for entry in page["data"]])
+        after, more = {"after": page["last_id"]}, page["has_more"]
+    complete = httpx.get(f"{served.url}/{kind}", params={"limit": "1000", "order": order}, headers=headers).json()
+    assert [name for names in pages for name in names] == [entry["id"] for entry in complete["data"]]
+    assert {f"{kind}-{order}-{number}" for number in range(17)} <= {entry["id"] for entry in complete["data"]}
+    times = [entry["created_at"] for entry in complete["data"]]
     if kind == "files":
         assert times == sorted(times, reverse=order == "desc")
 
 
-def test_large_conversation_of_an_earlier_version(served: Served, folder: Path) -> None:
-    """A page of it takes little memory; a request that names it is refused before its items are read; others go on."""
+def test_oversized_conversation_is_paged_but_refused_as_context(served: Served, folder: Path) -> None:
+    """Reading one page takes little memory; using the conversation is refused before its items are read."""
     client, (api,) = client_of(served), served.pids["api"]
     conversation = client.conversations.create(items=[message("a")])  # type: ignore[list-item]
     text = "x" * 2**20
@@ -167,18 +169,18 @@ def test_large_conversation_of_an_earlier_version(served: Served, folder: Path) 
     client.conversations.delete(conversation.id)
 
 
-def test_long_chain_is_refused_before_it_is_read(served: Served, folder: Path) -> None:
+def test_long_response_chain_is_refused_before_reading(served: Served, folder: Path) -> None:
     client, (api,) = client_of(served), served.pids["api"]
-    kept = client.responses.create(**PLAIN, input="Hello!")
+    first = client.responses.create(**PLAIN, input="Hello!")
     with database(folder) as writer:
         columns = [row[1] for row in writer.execute("PRAGMA table_info(responses)")]
-        found = writer.execute("SELECT * FROM responses WHERE id = ?", (kept.id,)).fetchone()
+        template = writer.execute("SELECT * FROM responses WHERE id = ?", (first.id,)).fetchone()
         text = json.dumps([{"id": "in", "role": "user", "content": "x" * 900_000}])
         for number in range(200):
-            row = dict(zip(columns, found, strict=True))
+            row = dict(zip(columns, template, strict=True))
             row |= {"id": f"resp_{number}", "previous": f"resp_{number - 1}" if number else "", "input": text}
-            marks = ", ".join("?" for _ in columns)
-            writer.execute(f"INSERT INTO responses VALUES ({marks})", [row[column] for column in columns])
+            placeholders = ", ".join("?" for _ in columns)
+            writer.execute(f"INSERT INTO responses VALUES ({placeholders})", [row[column] for column in columns])
     before = resident(api)
     with pytest.raises(openai.APIStatusError, match=r"the limit is [0-9]+ \(max_body_size") as refused:
         client.responses.create(**PLAIN, input="Go on.", previous_response_id="resp_199")
@@ -200,16 +202,16 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.mark.parametrize(
-    ("items", "more", "words"),
+    ("items", "more", "limit"),
     [
         ([message("a")] * 4, message("b"), r"has 4 items; 1 more exceed the limit of 4 \(max_conversation_items\)"),
         ([message("a" * 1700)], message("b" * 400), r"exceed the limit of 2000 \(max_conversation_bytes\)"),
     ],
 )
-def test_conversation_has_limits(limited: Served, items: Any, more: Any, words: str) -> None:
+def test_conversation_item_and_byte_limits_are_enforced(limited: Served, items: Any, more: Any, limit: str) -> None:
     client = client_of(limited)
     conversation = client.conversations.create(items=items)
-    with pytest.raises(openai.BadRequestError, match=words):
+    with pytest.raises(openai.BadRequestError, match=limit):
         client.conversations.items.create(conversation.id, items=[more])
     assert len(client.conversations.items.list(conversation.id).data) == len(items)
     client.conversations.items.delete(
@@ -220,7 +222,7 @@ def test_conversation_has_limits(limited: Served, items: Any, more: Any, words: 
         client.conversations.create(items=[message("a")] * 5)  # type: ignore[list-item]
 
 
-def test_full_conversation_is_refused_before_an_answer_is_computed(limited: Served) -> None:
+def test_full_conversation_is_refused_before_generation(limited: Served) -> None:
     client = client_of(limited)
     conversation = client.conversations.create(items=[message("a")] * 4)  # type: ignore[list-item]
     with pytest.raises(openai.BadRequestError, match="create another conversation"):
@@ -229,7 +231,9 @@ def test_full_conversation_is_refused_before_an_answer_is_computed(limited: Serv
 
 @pytest.mark.parametrize("path", ["responses", "batches", "conversations"])
 @pytest.mark.parametrize("metadata", [{"a": "x" * 513}, {"k" * 65: "x"}, {str(number): "" for number in range(17)}])
-def test_metadata_has_limits(served: Served, stored: dict[str, str], path: str, metadata: dict[str, str]) -> None:
+def test_oversized_metadata_is_refused(
+    served: Served, stored: dict[str, str], path: str, metadata: dict[str, str]
+) -> None:
     bodies = {
         "responses": {**PLAIN, "input": "Hello!"},
         "batches": {"input_file_id": stored["file"], "endpoint": "/v1/completions", "completion_window": "24h"},
@@ -243,8 +247,8 @@ def test_metadata_has_limits(served: Served, stored: dict[str, str], path: str, 
 # --- Files and clocks -------------------------------------------------------------------------------------------------
 
 
-def test_stored_files_are_private(served: Served, folder: Path) -> None:
-    """Files of the server's user alone, those that batches write included."""
+def test_stored_files_have_mode_600(served: Served, folder: Path) -> None:
+    """Only the server's user can read stored files, including files written by batches."""
     client = client_of(served)
     line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 1}}
     wrong = {**line, "custom_id": "2", "body": {"prompt": "a", "max_tokens": -1}}
@@ -264,10 +268,10 @@ import pathlib, time
 _time, _offset = time.time, pathlib.Path({path!r})
 time.time = lambda: _time() + float(_offset.read_text() or 0)
 """
-"""A clock that a file sets, in every process of a server."""
+"""``sitecustomize`` that shifts the clock of every server process by the seconds in a file."""
 
 
-def test_background_response_survives_a_step_of_the_clock(tmp_path: Path) -> None:
+def test_background_response_survives_clock_step(tmp_path: Path) -> None:
     offset = tmp_path / "offset"
     offset.write_text("0")
     (tmp_path / "sitecustomize.py").write_text(CLOCK.format(path=str(offset)))
@@ -276,11 +280,11 @@ def test_background_response_survives_a_step_of_the_clock(tmp_path: Path) -> Non
     with Served(*flags, environment={"PYTHONPATH": search}) as server:
         client = client_of(server)
         long = {**PLAIN, "max_output_tokens": 1500, "extra_body": {"ignore_eos": True}}
-        begun: Response = client.responses.create(**long, input="Go on.", background=True)
-        while begun.status == "queued":
-            begun = client.responses.retrieve(begun.id)
+        response: Response = client.responses.create(**long, input="Go on.", background=True)
+        while response.status == "queued":
+            response = client.responses.retrieve(response.id)
         for step in ("60", "3600", "0"):
             (tmp_path / "new").write_text(step)
             (tmp_path / "new").rename(offset)
-            assert client.responses.retrieve(begun.id).status == "in_progress"
-        client.responses.cancel(begun.id)
+            assert client.responses.retrieve(response.id).status == "in_progress"
+        client.responses.cancel(response.id)

@@ -1,4 +1,4 @@
-"""Responses that the server keeps, as OpenAI's own client speaks of them."""
+"""Stored responses, through OpenAI's client."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def client(served: Served) -> openai.OpenAI:
     return client_of(served)
 
 
-def until(client: openai.OpenAI, name: str, wanted: Callable[[Response], bool]) -> Response:
-    """Ask for a response until it is as wanted."""
+def until(client: openai.OpenAI, name: str, condition: Callable[[Response], bool]) -> Response:
+    """Poll a response until the condition holds; return the response."""
     deadline = time.monotonic() + 60
-    while not wanted(found := client.responses.retrieve(name)):
-        assert time.monotonic() < deadline, found
-    return found
+    while not condition(response := client.responses.retrieve(name)):
+        assert time.monotonic() < deadline, response
+    return response
 
 
 @pytest.mark.row("responses", "responses.retrieve", "cancel", "delete", "input_items", "previous_response_id")
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_conversation(client: openai.OpenAI, stream: bool) -> None:
+def test_previous_response_id_continues_conversation(client: openai.OpenAI, stream: bool) -> None:
     def ask(**fields: Any) -> Response:
         if not stream:
             return client.responses.create(**PLAIN, **fields)
@@ -61,10 +61,12 @@ def test_a_conversation(client: openai.OpenAI, stream: bool) -> None:
     assert client.responses.retrieve(first.id) == first
     second = ask(input="What did I ask?", previous_response_id=first.id)
     assert second.previous_response_id == first.id
-    said: list[Any] = [{"role": "user", "content": CAPITAL}, *[item.model_dump() for item in first.output]]
-    whole = client.responses.create(**PLAIN, input=[*said, {"role": "user", "content": "What did I ask?"}], store=False)
-    assert whole.output_text == second.output_text  # of what came before all but the instructions is there
-    assert whole.usage and second.usage and whole.usage.input_tokens == second.usage.input_tokens
+    items: list[Any] = [{"role": "user", "content": CAPITAL}, *[item.model_dump() for item in first.output]]
+    stateless = client.responses.create(
+        **PLAIN, input=[*items, {"role": "user", "content": "What did I ask?"}], store=False
+    )
+    assert stateless.output_text == second.output_text  # previous turns without their instructions
+    assert stateless.usage and second.usage and stateless.usage.input_tokens == second.usage.input_tokens
     counted = client.responses.input_tokens.count(
         model="default", input="What did I ask?", previous_response_id=first.id
     )
@@ -72,57 +74,57 @@ def test_a_conversation(client: openai.OpenAI, stream: bool) -> None:
     (item,) = client.responses.input_items.list(second.id).data
     assert item.content[0].text == "What did I ask?"  # type: ignore[union-attr]
     client.responses.delete(first.id)
-    for gone in (lambda: client.responses.retrieve(first.id), lambda: ask(input="?", previous_response_id=first.id)):
+    for request in (lambda: client.responses.retrieve(first.id), lambda: ask(input="?", previous_response_id=first.id)):
         with pytest.raises(openai.NotFoundError, match="there is no response"):
-            gone()
+            request()
     assert client.responses.retrieve(second.id) == second
 
 
-def test_tools_go_on(client: openai.OpenAI) -> None:
+def test_tool_result_continues_stored_response(client: openai.OpenAI) -> None:
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     tool: Any = {"type": "function", "name": "get_weather", "parameters": parameters, "strict": False}
-    asked = client.responses.create(**PLAIN, input="What is the weather in Paris?", tools=[tool])
-    (call,) = asked.output
+    first = client.responses.create(**PLAIN, input="What is the weather in Paris?", tools=[tool])
+    (call,) = first.output
     assert call.type == "function_call"
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": '{"temperature": 21}'}
     assert (
         "21"
-        in client.responses.create(**PLAIN, input=[result], previous_response_id=asked.id, tools=[tool]).output_text
+        in client.responses.create(**PLAIN, input=[result], previous_response_id=first.id, tools=[tool]).output_text
     )
 
 
 @pytest.mark.row("responses", "store")
-def test_what_is_not_kept(client: openai.OpenAI, served: Served) -> None:
-    unkept = client.responses.create(**PLAIN, input=CAPITAL, store=False)
-    assert unkept.store is False
+def test_unstored_or_foreign_response_is_not_found(client: openai.OpenAI, served: Served) -> None:
+    unstored = client.responses.create(**PLAIN, input=CAPITAL, store=False)
+    assert unstored.store is False
     with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(unkept.id)
-    kept = client.responses.create(**PLAIN, input=CAPITAL)
-    with pytest.raises(openai.NotFoundError):  # another key's
-        client_of(served, KEYS[1]).responses.retrieve(kept.id)
+        client.responses.retrieve(unstored.id)
+    stored = client.responses.create(**PLAIN, input=CAPITAL)
+    with pytest.raises(openai.NotFoundError):  # of another API key
+        client_of(served, KEYS[1]).responses.retrieve(stored.id)
 
 
-def test_input_is_listed_in_pages(client: openai.OpenAI) -> None:
+def test_input_items_are_paginated(client: openai.OpenAI) -> None:
     turns: list[Any] = [{"role": "user", "content": f"Number {number}."} for number in range(7)]
     name = client.responses.create(**PLAIN, input=turns).id
-    for order, wanted in (("asc", turns), ("desc", turns[::-1])):
+    for order, expected in (("asc", turns), ("desc", turns[::-1])):
         listed = list(client.responses.input_items.list(name, limit=3, order=order))  # type: ignore[arg-type]
-        assert [item.content for item in listed] == [turn["content"] for turn in wanted]  # type: ignore[union-attr]
+        assert [item.content for item in listed] == [turn["content"] for turn in expected]  # type: ignore[union-attr]
     with pytest.raises(openai.BadRequestError, match="limit"):
         client.responses.input_items.list(name, limit=1000)
 
 
 @pytest.mark.row("responses", "background")
-def test_in_the_background(client: openai.OpenAI) -> None:
-    begun = client.responses.create(**PLAIN, input=CAPITAL, background=True)
-    assert begun.status == "queued" and begun.background
-    ended = until(client, begun.id, lambda response: response.status not in ("queued", "in_progress"))
+def test_background_response_is_computed_and_cancelled(client: openai.OpenAI) -> None:
+    queued = client.responses.create(**PLAIN, input=CAPITAL, background=True)
+    assert queued.status == "queued" and queued.background
+    ended = until(client, queued.id, lambda response: response.status not in ("queued", "in_progress"))
     assert ended.status == "completed" and ANSWER in ended.output_text
     slow = client.responses.create(**LONG, input="Go on.", background=True)
     until(client, slow.id, lambda response: response.status == "in_progress")
     assert client.responses.cancel(slow.id).status == "cancelled"
     assert client.responses.retrieve(slow.id).status == "cancelled"
-    assert client.responses.cancel(begun.id).status == "completed"  # as it had ended
+    assert client.responses.cancel(queued.id).status == "completed"  # already completed
     with pytest.raises(openai.BadRequestError, match="cannot be combined with background"):
         client.responses.create(**PLAIN, input=CAPITAL, background=True, stream=True)
     with pytest.raises(openai.BadRequestError, match="leave store out"):
@@ -131,86 +133,86 @@ def test_in_the_background(client: openai.OpenAI) -> None:
         client.responses.cancel(client.responses.create(**PLAIN, input=CAPITAL).id)
 
 
-def test_a_restart_and_a_kill(tmp_path: Path) -> None:
-    """What is stored outlives the server, and a response whose process is killed has failed."""
+def test_stored_responses_survive_restart_and_kill(tmp_path: Path) -> None:
+    """Stored responses survive a restart; a background response whose process was killed has failed."""
     url = f"sqlite:///{tmp_path}/own.db"
     with Served("--storage-url", url) as server:
         client = client_of(server, "none")
-        kept = client.responses.create(**PLAIN, input=CAPITAL)
+        stored = client.responses.create(**PLAIN, input=CAPITAL)
         lost = client.responses.create(**LONG, input="Go on.", background=True)
         until(client, lost.id, lambda response: response.status == "in_progress")
         (api,) = server.pids["api"]
         os.kill(api, signal.SIGKILL)
-    with sqlite3.connect(tmp_path / "own.db") as database:  # as if the time had passed
+    with sqlite3.connect(tmp_path / "own.db") as database:  # as if the heartbeat were 60 s old
         database.execute("update responses set beat = beat - 60")
         assert (tmp_path / "own.db").exists()
     with Served("--storage-url", url) as server:
         client = client_of(server, "none")
-        assert client.responses.retrieve(kept.id) == kept
+        assert client.responses.retrieve(stored.id) == stored
         failed = client.responses.retrieve(lost.id)
         assert failed.status == "failed" and failed.error and "has ended" in failed.error.message
-        again = client.responses.create(**PLAIN, input="And of France?", previous_response_id=kept.id)
+        again = client.responses.create(**PLAIN, input="And of France?", previous_response_id=stored.id)
         assert again.status == "completed"
 
 
-def test_a_client_s_request_id_replaces_nothing(served: Served, client: openai.OpenAI) -> None:
+def test_repeated_request_id_replaces_no_response(served: Served, client: openai.OpenAI) -> None:
     headers = {"X-Request-Id": "mine"}
     first = client.responses.create(**PLAIN, input=CAPITAL, extra_headers=headers)
     other = client_of(served, KEYS[1]).responses.create(**PLAIN, input="Hello.", extra_headers=headers)
     assert first.id != other.id and client.responses.retrieve(first.id) == first
 
 
-def test_what_was_cancelled_or_deleted_stays_so(client: openai.OpenAI) -> None:
-    """Also where that comes before it is computed, and in a process that does not compute it."""
-    begun = [client.responses.create(**LONG, input="Go on.", background=True).id for _ in range(8)]
-    for name in begun[::2]:
+def test_cancelled_or_deleted_responses_stay_so(client: openai.OpenAI) -> None:
+    """Also before the response is computed, and in another API process than the computing one."""
+    names = [client.responses.create(**LONG, input="Go on.", background=True).id for _ in range(8)]
+    for name in names[::2]:
         client.responses.cancel(name)
-    for name in begun[1::2]:
+    for name in names[1::2]:
         client.responses.delete(name)
-    assert ANSWER in client.responses.create(**PLAIN, input=CAPITAL).output_text  # there is room again
-    for name in begun[::2]:
+    assert ANSWER in client.responses.create(**PLAIN, input=CAPITAL).output_text  # the slots must be free again
+    for name in names[::2]:
         assert client.responses.retrieve(name).status == "cancelled"
-    for name in begun[1::2]:
+    for name in names[1::2]:
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(name)
 
 
-def test_pages_of_other_sites(tmp_path: Path) -> None:
-    """A browser on this machine sends them for any site, where no key is asked for."""
+def test_pages_of_other_sites_cannot_read_storage(tmp_path: Path) -> None:
+    """Without an API key, a browser on this machine could send requests for any site."""
     with Served("--storage-dir", str(tmp_path), "--allowed-origins", "https://friend.example") as server:
-        own = httpx.URL(server.root).netloc.decode()
+        host = httpx.URL(server.root).netloc.decode()
         for path in ("/v1/files", "/v1/batches", "/v1/responses/resp_1", "/v1/conversations/conv_1"):
             for origin in ("https://other.example", "null"):
                 assert httpx.get(server.root + path, headers={"Origin": origin}).status_code == 401
-            for origin in ("https://friend.example", f"http://{own}"):
+            for origin in ("https://friend.example", f"http://{host}"):
                 assert httpx.get(server.root + path, headers={"Origin": origin}).status_code in (200, 404)
             assert httpx.get(server.root + path, headers={"Host": "rebound.example"}).status_code == 401
         assert httpx.get(f"{server.root}/v1/models", headers={"Origin": "https://other.example"}).status_code == 200
 
 
-def test_the_database_s_address_is_secret(tmp_path: Path) -> None:
+def test_storage_url_is_masked(tmp_path: Path) -> None:
     with Served("--storage-url", f"sqlite:///{tmp_path}/own.db?secret=word") as server:
         assert "secret=word" not in httpx.get(f"{server.root}/config-info").text + "".join(server.lines)
 
 
-def test_responses_expire(tmp_path: Path) -> None:
+def test_responses_expire_after_retention(tmp_path: Path) -> None:
     with Served("--storage-dir", str(tmp_path), "--storage-retention", "0.00001") as server:
         client = client_of(server, "none")
-        kept = client.responses.create(**PLAIN, input=CAPITAL)
+        stored = client.responses.create(**PLAIN, input=CAPITAL)
         deadline = time.monotonic() + 30
-        while httpx.get(f"{server.url}/responses/{kept.id}").status_code == 200:
+        while httpx.get(f"{server.url}/responses/{stored.id}").status_code == 200:
             assert time.monotonic() < deadline
 
 
-def test_databases_that_cannot_be_opened(tmp_path: Path) -> None:
+def test_unusable_database_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for flags, words in (
+    for flags, message in (
         (["--storage-url", "nosuch://x"], "storage_url: .*URL of SQLAlchemy"),
         (["--storage-dir", str(tmp_path / "file")], "storage_dir: the database cannot be opened"),
     ):
         server = Served(*flags)
         try:
-            server.find(words)
+            server.find(message)
             assert server.ended() != 0
         finally:
             server.kill()

@@ -1,4 +1,4 @@
-"""``penstock top``: what a server is doing, in the terminal."""
+"""``penstock top``: a live view of a server in the terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.cli.main import main
 COMMAND = [sys.executable, "-m", "penstock.cli.main", "top"]
 
 
-def test_once(servers: Servers) -> None:
+def test_once_prints_running_requests(servers: Servers) -> None:
     server = servers.get("--num-gpu-blocks-override", "400")
     ended = threading.Event()
 
@@ -37,21 +37,21 @@ def test_once(servers: Servers) -> None:
     for thread in threads:
         thread.start()
     try:
-        for _ in range(50):  # until both run, and the engine has recorded steps
-            said = run_in_process(main, "top", "--url", server.root, "--once", "--interval", "0.2")
-            if all(words in said.stdout for words in ("running 2", "last steps", "between tokens")):
+        for _ in range(50):  # until both requests run and the engine has recorded steps
+            result = run_in_process(main, "top", "--url", server.root, "--once", "--interval", "0.2")
+            if all(text in result.stdout for text in ("running 2", "last steps", "between tokens")):
                 break
     finally:
         ended.set()
         for thread in threads:
             thread.join()
-    assert said.returncode == 0
-    assert "of 400 blocks" in said.stdout and "REQUEST" in said.stdout and "between tokens" in said.stdout
-    assert said.stdout.count(" running ") == 2  # a line for each
+    assert result.returncode == 0
+    assert "of 400 blocks" in result.stdout and "REQUEST" in result.stdout and "between tokens" in result.stdout
+    assert result.stdout.count(" running ") == 2  # one line per request
 
 
-@pytest.mark.parametrize("ends", ["q", "Ctrl-C"])
-def test_a_terminal(servers: Servers, ends: str) -> None:
+@pytest.mark.parametrize("key", ["q", "Ctrl-C"])
+def test_terminal_view_fits_and_restores_settings(servers: Servers, key: str) -> None:
     server = servers.get("--num-gpu-blocks-override", "400")
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 20, 44, 0, 0))
@@ -64,25 +64,25 @@ def test_a_terminal(servers: Servers, ends: str) -> None:
     while shown.count(b"penstock top   ") < 3:
         shown += os.read(master, 4096)
     entered, *screens = shown.decode("ascii").split("\033[H")
-    assert entered.startswith("\033[?1049h"), "the alternate screen"
+    assert entered.startswith("\033[?1049h"), "the alternate screen must be entered first"
     lines = [line.split("\033[")[0] for line in screens[1].splitlines()]
     assert all(len(line) <= 44 for line in lines)
-    words = " ".join(lines)
+    screen = " ".join(lines)
     for part in ("running ", "preemptions", "of 400 blocks", "prefix hits", "drafts accepted", "...."):
-        assert part in words, "in a line of its own where it does not fit"
-    if ends == "q":
+        assert part in screen, "parts that do not fit must wrap to a separate line"
+    if key == "q":
         os.write(master, b"q")
     else:
         process.send_signal(signal.SIGINT)
     assert process.wait(30) == 0
-    assert termios.tcgetattr(slave) == settings, "keys are echoed again"
+    assert termios.tcgetattr(slave) == settings, "terminal settings must be restored"
     os.close(slave)
     while b"\033[?1049l" not in shown:
         shown += os.read(master, 4096)
     os.close(master)
 
 
-def test_a_terminal_without_escapes(servers: Servers) -> None:
+def test_dumb_terminal_gets_no_escapes(servers: Servers) -> None:
     server = servers.get("--num-gpu-blocks-override", "400")
     master, slave = pty.openpty()
     command = [*COMMAND, "--url", server.url, "--interval", "0.1"]
@@ -97,12 +97,12 @@ def test_a_terminal_without_escapes(servers: Servers) -> None:
     os.close(master)
 
 
-def test_servers_that_cannot_be_watched() -> None:
+def test_unreachable_server_or_missing_key_is_reported() -> None:
     (port,) = free_ports(1)
-    said = run_in_process(main, "top", "--url", f"http://127.0.0.1:{port}", "--once")
-    assert said.returncode == 1 and "does not respond" in said.stderr
+    result = run_in_process(main, "top", "--url", f"http://127.0.0.1:{port}", "--once")
+    assert result.returncode == 1 and "does not respond" in result.stderr
     with Served("--api-key", "secret") as server:
-        said = run_in_process(main, "top", "--url", server.root, "--once")
-        assert said.returncode == 1 and "set --api-key" in said.stderr
+        result = run_in_process(main, "top", "--url", server.root, "--once")
+        assert result.returncode == 1 and "set --api-key" in result.stderr
         assert run_in_process(main, "top", "--url", server.root, "--once", "--api-key", "secret").returncode == 0
     assert "interval" in run_in_process(main, "top", "--interval", "0").stderr

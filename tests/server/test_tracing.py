@@ -1,4 +1,4 @@
-"""Traces of requests, as a collector in another process gets them."""
+"""Traces of requests, as received by a collector in another process."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def traceparent(trace: str, sampled: bool = True) -> dict[str, str]:
 
 
 @pytest.mark.row("vllm", "--otlp-traces-endpoint")
-def test_a_chat_has_a_span_for_each_stage_over_processes(server: Served, collector: Collector) -> None:
+def test_chat_has_span_for_each_stage_across_processes(server: Served, collector: Collector) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "temperature": 0.5, "seed": 1}
     answer = httpx.post(f"{server.url}/chat/completions", json=body, headers=traceparent(TRACE))
     usage = answer.json()["usage"]
@@ -98,7 +98,7 @@ def test_a_chat_has_a_span_for_each_stage_over_processes(server: Served, collect
         ("/v1/embeddings", {"input": "a"}, 1),
     ],
 )
-def test_every_dialect_is_traced(
+def test_request_of_every_dialect_is_traced(
     server: Served, collector: Collector, path: str, body: dict[str, object], children: int
 ) -> None:
     trace = path.encode().hex().rjust(32, "1")[-32:]
@@ -117,16 +117,16 @@ def test_every_dialect_is_traced(
     assert {span.parent for span in spans if span.name == "prefill"} == {span.span for span in requests}
 
 
-def test_a_grpc_request_takes_its_context_from_the_metadata(server: Served, collector: Collector) -> None:
+def test_grpc_request_takes_trace_context_from_metadata(server: Served, collector: Collector) -> None:
     trace = "2".rjust(32, "0")
     address = server.find(r"gRPC at ([\d.:]+)")[1]
     inputs = [("text_input", np.array([[b"a"]], np.object_)), ("max_tokens", np.array([[2]], np.int32))]
-    given = []
+    tensors = []
     for name, value in inputs:
-        given.append(tritonclient.grpc.InferInput(name, value.shape, np_to_triton_dtype(value.dtype)))
-        given[-1].set_data_from_numpy(value)
+        tensors.append(tritonclient.grpc.InferInput(name, value.shape, np_to_triton_dtype(value.dtype)))
+        tensors[-1].set_data_from_numpy(value)
     with tritonclient.grpc.InferenceServerClient(address) as client:
-        client.infer("ensemble", given, headers=traceparent(trace))
+        client.infer("ensemble", tensors, headers=traceparent(trace))
     spans = collector.spans(trace, "inference.GRPCInferenceService/ModelInfer", "llm_request", "prefill", "decode")
     root = spans["inference.GRPCInferenceService/ModelInfer"]
     assert (root.kind, root.parent) == ("server", PARENT)
@@ -134,7 +134,7 @@ def test_a_grpc_request_takes_its_context_from_the_metadata(server: Served, coll
     assert spans["llm_request"].parent == root.span
 
 
-def test_lines_of_the_log_name_the_trace(server: Served) -> None:
+def test_log_lines_contain_trace_and_span_ids(server: Served) -> None:
     trace = "3".rjust(32, "0")
     httpx.post(f"{server.url}/completions", json={"prompt": "a", "max_tokens": 1}, headers=traceparent(trace))
     line = json.loads(server.find(rf".*{trace}.*")[0])
@@ -143,14 +143,14 @@ def test_lines_of_the_log_name_the_trace(server: Served) -> None:
     assert line["message"] == "POST /v1/completions"
 
 
-def test_a_client_that_leaves_and_an_error_end_spans_with_a_status(server: Served, collector: Collector) -> None:
-    left, refused = "4".rjust(32, "0"), "5".rjust(32, "0")
+def test_disconnect_and_error_set_span_status(server: Served, collector: Collector) -> None:
+    disconnected, refused = "4".rjust(32, "0"), "5".rjust(32, "0")
     body = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{server.url}/completions", json=body, headers=traceparent(left)) as answer:
+    with httpx.stream("POST", f"{server.url}/completions", json=body, headers=traceparent(disconnected)) as answer:
         next(answer.iter_lines())
     answer = httpx.post(f"{server.url}/completions", json={"prompt": 1.5}, headers=traceparent(refused))
     assert answer.status_code == 400
-    spans = collector.spans(left, "POST /v1/completions", "llm_request", "decode")
+    spans = collector.spans(disconnected, "POST /v1/completions", "llm_request", "decode")
     for name in ("POST /v1/completions", "llm_request", "decode"):
         assert (spans[name].status, spans[name].attributes["error.type"]) == ("error", "cancelled"), name
     (root,) = collector.wait(len, refused)
@@ -158,17 +158,17 @@ def test_a_client_that_leaves_and_an_error_end_spans_with_a_status(server: Serve
     assert root.attributes["http.response.status_code"] == 400
 
 
-def test_what_its_sender_does_not_sample_is_not_recorded(server: Served, collector: Collector) -> None:
-    left_out, last = "6".rjust(32, "0"), "7".rjust(32, "0")
-    for trace, sampled in ((left_out, False), (last, True)):
+def test_unsampled_trace_is_not_recorded(server: Served, collector: Collector) -> None:
+    unsampled, sampled_later = "6".rjust(32, "0"), "7".rjust(32, "0")
+    for trace, sampled in ((unsampled, False), (sampled_later, True)):
         headers = traceparent(trace, sampled)
         httpx.post(f"{server.url}/completions", json={"prompt": "a", "max_tokens": 1}, headers=headers)
-    collector.spans(last, "POST /v1/completions", "prefill")
-    assert not collector.wait(lambda _: True, left_out)
-    server.find(left_out)  # but the log names it
+    collector.spans(sampled_later, "POST /v1/completions", "prefill")
+    assert not collector.wait(lambda _: True, unsampled)
+    server.find(unsampled)  # the log still contains the trace id
 
 
-def test_health_checks_and_metrics_are_no_traces(server: Served, collector: Collector) -> None:
+def test_health_checks_and_metrics_are_not_traced(server: Served, collector: Collector) -> None:
     trace = "8".rjust(32, "0")
     for path in ("/health", "/metrics", "/ready"):
         httpx.get(f"{server.root}{path}", headers=traceparent(trace))
@@ -178,7 +178,7 @@ def test_health_checks_and_metrics_are_no_traces(server: Served, collector: Coll
     assert not collector.wait(lambda _: True, trace)
 
 
-def test_a_collector_that_dies_costs_spans_and_no_request(tmp_path: Path) -> None:
+def test_dead_collector_loses_spans_but_no_requests(tmp_path: Path) -> None:
     with run_collector(tmp_path) as collector, Served("--otlp-endpoint", collector.http) as server:
         body = {"prompt": "a", "max_tokens": 1}
         assert httpx.post(f"{server.url}/completions", json=body).status_code == 200
@@ -192,8 +192,8 @@ def test_a_collector_that_dies_costs_spans_and_no_request(tmp_path: Path) -> Non
         assert re.search(r'penstock:trace_spans_total\{outcome="dropped"\} [1-9]', page)
 
 
-def test_spans_that_a_silent_collector_does_not_take_are_dropped_and_counted() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are established, and nothing is answered
+def test_silent_collector_drops_and_counts_spans() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections, never responds
         tracer = start_tracer(LogOptions(otlp_endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}"), "test")
         assert tracer
         for _ in range(6000):
@@ -203,7 +203,7 @@ def test_spans_that_a_silent_collector_does_not_take_are_dropped_and_counted() -
         assert tracer.counts.exported == 0
 
 
-def test_prefill_and_decode_instances_are_of_one_trace(collector: Collector, tmp_path: Path) -> None:
+def test_prefill_and_decode_instances_share_one_trace(collector: Collector, tmp_path: Path) -> None:
     trace, flags = "9".rjust(32, "0"), ("--otlp-endpoint", collector.grpc)
     with Deployment(tmp_path, "--pd-min-prefill-tokens", "100", *flags) as deployment:
         deployment.instances("prefill", "decode", flags=flags)
@@ -225,11 +225,11 @@ def test_prefill_and_decode_instances_are_of_one_trace(collector: Collector, tmp
         draw_trace(collector.wait(lambda found: len(found) >= len(names) + 2, trace), Path(picture))
 
 
-def test_traces_are_refused_without_an_endpoint_that_can_be_one() -> None:
+def test_otlp_endpoint_without_scheme_is_refused() -> None:
     assert "otlp_endpoint: must begin with http://" in usage_error("--otlp-endpoint", "localhost:4317")
 
 
-def test_opentelemetry_is_not_imported_where_traces_are_off() -> None:
+def test_opentelemetry_is_not_imported_without_tracing() -> None:
     with Served(environment={"PYTHONPROFILEIMPORTTIME": "1"}) as server:
         imported = "\n".join(server.lines)
     for module in ("penstock.engine.service.server", "penstock.serve.process.api_server", "penstock.tracing"):

@@ -1,4 +1,4 @@
-"""The web page as people use it: in Chromium, against real servers."""
+"""The web page in headless Chromium, against real servers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from serving import Served, Servers
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt install chromium)")
 PICTURES = Path(os.environ.get("PENSTOCK_PICTURES", ""))
-"""Folder for pictures of the page; by default none are kept. PENSTOCK_PICTURES=docs makes those of the documents."""
+"""Folder for screenshots; empty: none are saved. PENSTOCK_PICTURES=docs makes the screenshots in the documentation."""
 QUESTION, ANSWER = "What is the capital of Canada?", "Ottawa"
 LONG = {"max_tokens": 1500, "min_tokens": 1500}
 
@@ -38,21 +38,21 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
-    """A page whose scripts must not fail, and whose requests stay with one host."""
+    """A browser page. Script errors and requests to more than one host fail the test."""
     context = browser.new_context(viewport={"width": 1280, "height": 860})
     opened = context.new_page()
-    wrong: list[str] = []
-    asked: list[Request] = []
-    opened.on("pageerror", lambda error: wrong.append(str(error)))
-    opened.on("request", lambda request: asked.append(request))
+    errors: list[str] = []
+    requests: list[Request] = []
+    opened.on("pageerror", lambda error: errors.append(str(error)))
+    opened.on("request", lambda request: requests.append(request))
     yield opened
-    assert wrong == []
-    assert len({httpx.URL(one.url).netloc for one in asked if one.url.startswith("http")}) <= 1
+    assert errors == []
+    assert len({httpx.URL(request.url).netloc for request in requests if request.url.startswith("http")}) <= 1
     context.close()
 
 
 def show(page: Page, address: str) -> None:
-    """Open the page and wait until it knows the models."""
+    """Open the page and wait for the list of models."""
     page.goto(address)
     page.wait_for_selector("#model option", state="attached")
 
@@ -63,18 +63,18 @@ def ask(page: Page, text: str) -> None:
 
 
 def answered(page: Page, number: int = 0) -> str:
-    """The text of an answer, once it is whole."""
+    """Text of an answer, after waiting for its end."""
     answer = page.locator(".message.assistant").nth(number)
     expect(answer.locator(".speed")).to_contain_text("prompt", timeout=30_000)
     return answer.locator(".text").last.inner_text()
 
 
-def keep(page: Page, name: str) -> None:
+def save_screenshot(page: Page, name: str) -> None:
     if PICTURES.name:
         page.screenshot(path=PICTURES / name)
 
 
-def test_a_chat(servers: Servers, page: Page) -> None:
+def test_chat_shows_answer_logprobs_and_edit(servers: Servers, page: Page) -> None:
     show(page, servers.get().root)
     page.check("[name=logprobs]")
     page.fill("[name=temperature]", "0")
@@ -86,15 +86,15 @@ def test_a_chat(servers: Servers, page: Page) -> None:
     expect(page.locator("#tip tr")).to_have_count(5)
     token = page.locator(".tokens .at").text_content()
     expect(page.locator("#tip td b")).to_have_text(json.dumps(token))
-    keep(page, "web-playground.png")
+    save_screenshot(page, "web-playground.png")
     ask(page, "What is the capital of France?")
     assert "Paris" in answered(page, 1)
-    page.locator(".message.user button").first.click()  # edit: what follows is gone
+    page.locator(".message.user button").first.click()  # editing removes the messages after it
     expect(page.locator(".message")).to_have_count(0)
     expect(page.locator("#prompt")).to_have_value(QUESTION)
 
 
-def test_the_request_as_code(servers: Servers, page: Page) -> None:
+def test_request_as_curl_and_python_runs(servers: Servers, page: Page) -> None:
     show(page, servers.get().root)
     page.fill("[name=system]", 'It\'s "you".')
     page.fill("[name=temperature]", "0")
@@ -104,13 +104,13 @@ def test_the_request_as_code(servers: Servers, page: Page) -> None:
     curl, python = (page.locator(name).inner_text() for name in ("#curl", "#python"))
     events = subprocess.run(["bash", "-c", curl], capture_output=True, text=True, timeout=60).stdout.split("data: ")
     chunks = [json.loads(event) for event in events if event.startswith("{")]
-    said = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
-    assert ANSWER in said
+    answer = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+    assert ANSWER in answer
     run = subprocess.run([sys.executable, "-c", python], capture_output=True, text=True, timeout=60)
-    assert run.stdout.strip() == said, run.stderr
+    assert run.stdout.strip() == answer, run.stderr
 
 
-def test_structured_output_and_its_errors(servers: Servers, page: Page) -> None:
+def test_structured_output_and_wrong_values_are_shown(servers: Servers, page: Page) -> None:
     show(page, servers.get().root)
     page.fill("[name=schema]", '{"type": "object"')
     ask(page, QUESTION)
@@ -131,7 +131,7 @@ def test_structured_output_and_its_errors(servers: Servers, page: Page) -> None:
     expect(page.locator("#notice")).to_contain_text("top_p")
 
 
-def test_tools(servers: Servers, page: Page) -> None:
+def test_tool_call_is_shown_and_result_can_be_sent(servers: Servers, page: Page) -> None:
     tool = {
         "type": "function",
         "function": {
@@ -152,7 +152,7 @@ def test_tools(servers: Servers, page: Page) -> None:
     assert "21" in answered(page, 1)
 
 
-def test_images(page: Page, tmp_path: Path) -> None:
+def test_image_can_be_attached(page: Page, tmp_path: Path) -> None:
     save_colours(tmp_path)
     picture = tmp_path / "blue.png"
     Image.new("RGB", (64, 64), "blue").save(picture)
@@ -165,7 +165,7 @@ def test_images(page: Page, tmp_path: Path) -> None:
         expect(page.locator(".message.user img")).to_have_count(1)
 
 
-def test_stopping(servers: Servers, page: Page) -> None:
+def test_escape_stops_generation(servers: Servers, page: Page) -> None:
     server = servers.get()
     show(page, server.root)
     for name, value in LONG.items():
@@ -177,7 +177,7 @@ def test_stopping(servers: Servers, page: Page) -> None:
     expect(page.locator("#send")).to_be_enabled()
 
 
-def test_what_is_written_is_text(servers: Servers, page: Page) -> None:
+def test_message_with_html_is_shown_as_text(servers: Servers, page: Page) -> None:
     show(page, servers.get().root)
     text = "<img src=x onerror=\"document.title='no'\"> ```\n<b>bold</b>\n```"
     ask(page, text)
@@ -187,12 +187,12 @@ def test_what_is_written_is_text(servers: Servers, page: Page) -> None:
     assert page.title() == "Penstock"
 
 
-def test_an_api_key(page: Page) -> None:
+def test_api_key_is_asked_for_and_not_stored(page: Page) -> None:
     with Served("--api-key", "open sesame") as server:
         assert httpx.get(f"{server.root}/web/live").status_code == 401
         page.goto(server.root)
-        for given in ("wrong", "open sesame"):
-            page.locator("#key").fill(given)
+        for key in ("wrong", "open sesame"):
+            page.locator("#key").fill(key)
             page.keyboard.press("Enter")
         page.wait_for_selector("#model option", state="attached")
         ask(page, QUESTION)
@@ -203,14 +203,14 @@ def test_an_api_key(page: Page) -> None:
         assert "sesame" not in page.evaluate("JSON.stringify([location.href, {...localStorage}, document.cookie])")
 
 
-def test_live(servers: Servers, page: Page) -> None:
+def test_live_view_shows_sequences_and_blocks(servers: Servers, page: Page) -> None:
     server = servers.get("--num-gpu-blocks-override", "400")
     page.set_viewport_size({"width": 1280, "height": 1000})
     show(page, f"{server.root}/#live")
     system = " ".join(f"Rule {number}." for number in range(60))
     ended = threading.Event()
 
-    def hold(number: int) -> None:
+    def stream_answers(number: int) -> None:
         messages = [{"role": "system", "content": system}, {"role": "user", "content": f"{number}?"}]
         body = {"messages": messages, "stream": True, **LONG, "temperature": 1}
         while not ended.is_set():
@@ -219,13 +219,15 @@ def test_live(servers: Servers, page: Page) -> None:
                     if ended.is_set():
                         break
 
-    threads = [threading.Thread(target=hold, args=(number,)) for number in range(4)]
+    threads = [threading.Thread(target=stream_answers, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     try:
         rows = page.locator("#sequences tbody tr")
         expect(rows).to_have_count(4, timeout=30_000)
-        expect(rows.first.locator("td").last).to_contain_text(",", timeout=30_000)  # it shares blocks with several
+        expect(rows.first.locator("td").last).to_contain_text(
+            ",", timeout=30_000
+        )  # shares blocks with several sequences
         expect(page.locator("#chart-tokens")).to_have_attribute("aria-label", re.compile("generated: now [1-9]"))
         page.check("#hold")
         rows.first.locator("button").click()
@@ -235,7 +237,7 @@ def test_live(servers: Servers, page: Page) -> None:
         expect(page.locator("#step")).to_contain_text("output tokens")
         shared = page.locator("#blocks").get_attribute("aria-label") or ""
         assert "0 shared" not in shared and "shared" in shared
-        keep(page, "web-live.png")
+        save_screenshot(page, "web-live.png")
     finally:
         ended.set()
         for thread in threads:
@@ -246,7 +248,7 @@ def test_live(servers: Servers, page: Page) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-def test_accessibility(servers: Servers, browser: Browser, scheme: str, width: int) -> None:
+def test_page_has_no_accessibility_violations(servers: Servers, browser: Browser, scheme: str, width: int) -> None:
     context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 800})  # type: ignore[arg-type]
     page = context.new_page()
     show(page, servers.get().root)
@@ -257,12 +259,14 @@ def test_accessibility(servers: Servers, browser: Browser, scheme: str, width: i
         page.wait_for_selector(".tile" if view == "live" else "#prompt")
         found = Axe().run(page)
         assert found.violations_count == 0, found.generate_report()
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "it has to be scrolled sideways"
-    keep(page, f"web-{scheme}-{width}.png") if width == 390 else None
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
+            "the page must not need horizontal scrolling"
+        )
+    save_screenshot(page, f"web-{scheme}-{width}.png") if width == 390 else None
     context.close()
 
 
-def test_size(servers: Servers, browser: Browser) -> None:
+def test_page_size_is_limited(servers: Servers, browser: Browser) -> None:
     page = browser.new_page()
     sizes: list[int] = []
     page.on("requestfinished", lambda request: sizes.append(request.sizes()["responseBodySize"]))
@@ -271,19 +275,19 @@ def test_size(servers: Servers, browser: Browser) -> None:
     page.close()
 
 
-def test_where_it_is_served() -> None:
+def test_no_web_serves_no_page() -> None:
     with Served("--no-web") as server:
-        assert httpx.get(server.root).status_code in (404, 405)  # another dialect's POST is there
+        assert httpx.get(server.root).status_code in (404, 405)  # another dialect has a POST route at /
         assert httpx.get(f"{server.root}/web/live").status_code == 404
 
 
-def test_in_a_locale_of_ascii() -> None:
-    """The page's files are UTF-8, whatever the locale says."""
+def test_page_is_utf8_in_ascii_locale() -> None:
+    """The page's files are read as UTF-8 in any locale."""
     with Served(environment={"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}) as server:
         assert '"properties": {…}' in httpx.get(server.root).text
 
 
-def test_behind_a_proxy(page: Page) -> None:
+def test_page_works_with_root_path(page: Page) -> None:
     with Served("--root-path", "/llm") as server:
         show(page, f"{server.root}/llm/")
         page.click("#tab-live")

@@ -1,4 +1,4 @@
-"""``penstock serve`` while weights change, and while it sleeps: by the paths of vLLM, SGLang, FastDeploy and ours."""
+"""Weight updates, pause and sleep of ``penstock serve`` over the routes of vLLM, SGLang, FastDeploy and Penstock."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 class Oracle:
-    """What a fresh engine generates with the weights of a folder."""
+    """Expected tokens: greedy output of a new engine with the weights of a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._llm = LLM(folder, **OPTIONS)
@@ -80,24 +80,24 @@ class Client:
         assert response.status_code == 200, response.text
         return response.json() if response.content else None
 
-    def told(self, path: str) -> Any:
+    def fetch(self, path: str) -> Any:
         response = self.get(path)
         assert response.status_code == 200, response.text
         return response.json() if response.content else None
 
     def tokens(self, count: int) -> tuple[list[int], str]:
-        """What is generated, and the version of the weights."""
+        """Return generated tokens and the version of the weights that were used."""
         response = self.post("/v1/completions", **request(count))
         assert response.status_code == 200, response.text
         return response.json()["choices"][0]["token_ids"], response.headers["x-weights-version"]
 
-    def everywhere(self, path: str, expected: Any) -> None:
-        """Wait until every API process tells this: connections go to any."""
+    def wait_for_all(self, path: str, expected: Any) -> None:
+        """Wait until every API process returns ``expected``: each connection reaches any of them."""
         deadline = time.monotonic() + 30
-        good = 0
-        while good < 8:
+        matches = 0
+        while matches < 8:
             answer = httpx.get(f"{self._root}{path}")
-            good = good + 1 if answer.is_success and answer.json() == expected else 0
+            matches = matches + 1 if answer.is_success and answer.json() == expected else 0
             assert time.monotonic() < deadline, answer.text
 
     def metric(self, name: str) -> list[str]:
@@ -114,16 +114,16 @@ def client(served: Served) -> Client:
 
 
 class Stream(threading.Thread):
-    """A streamed request, read in a thread of its own."""
+    """A streamed request, read in a separate thread."""
 
     def __init__(self, served: Served, count: int) -> None:
         super().__init__()
         self._url, self._count = f"{served.root}/v1/completions", count
         self.tokens: list[int] = []
         self.version = self.error = ""
-        self._begun = threading.Event()
+        self._first_line = threading.Event()
         self.start()
-        assert self._begun.wait(60)
+        assert self._first_line.wait(60)
 
     def run(self) -> None:
         with httpx.stream("POST", self._url, json=request(self._count) | {"stream": True}, timeout=60) as response:
@@ -134,8 +134,8 @@ class Stream(threading.Thread):
                     self.error = event.get("error", {}).get("message", "")
                     for choice in event.get("choices", ()):
                         self.tokens += choice["token_ids"] or []
-                self._begun.set()
-        self._begun.set()
+                self._first_line.set()
+        self._first_line.set()
 
     def ended(self) -> list[int]:
         self.join(60)
@@ -143,16 +143,16 @@ class Stream(threading.Thread):
 
 
 def in_thread(work: Callable[[], Any]) -> Callable[[], Any]:
-    """Start work; returns the function that waits for its result."""
+    """Start ``work`` in a thread; return a function that waits for its result."""
     return ThreadPoolExecutor(1).submit(work).result
 
 
-def test_streams_while_weights_change(
+def test_weight_reload_during_streams_uses_expected_weights(
     served: Served, client: Client, folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]
 ) -> None:
     old, new = oracles
     state = {"model": served.name, "path": "", "updates": 0, "paused": False, "asleep": []}
-    assert client.told("/v1/weights")["data"] == [state | {"version": old.version}]
+    assert client.fetch("/v1/weights")["data"] == [state | {"version": old.version}]
 
     stream = Stream(served, 400)
     reloading = in_thread(lambda: client.ask("/v1/weights/reload", path=str(folders[1])))
@@ -160,24 +160,24 @@ def test_streams_while_weights_change(
     assert stream.version == old.version
     assert reloading() == state | {"version": new.version, "path": str(folders[1]), "updates": 1}
     assert client.tokens(20) == (new(PROMPT, 20), new.version)
-    client.everywhere("/v1/weights", {"object": "list", "data": [reloading()]})
-    assert client.told("/version")["weights"] == new.version
+    client.wait_for_all("/v1/weights", {"object": "list", "data": [reloading()]})
+    assert client.fetch("/version")["weights"] == new.version
     assert f'version="{new.version}"' in client.metric("penstock:weights_info")[0]
     assert client.metric("penstock:weights_updates_total")[0].endswith(" 1.0")
 
     stream = Stream(served, 1200)
-    client.ask("/pause?mode=keep")  # in its middle
+    client.ask("/pause?mode=keep")  # in the middle of the stream
     client.ask("/v1/weights/reload", path=str(folders[0]), running="recompute")
     client.ask("/resume")
     tokens, before = stream.ended(), new(PROMPT, 1200)
     assert stream.version == new.version
-    changed = next(i for i, (one, other) in enumerate(zip(tokens, before, strict=True)) if one != other)
+    changed = next(i for i, (token, unchanged) in enumerate(zip(tokens, before, strict=True)) if token != unchanged)
     candidates = range(changed, changed - 3, -1)  # the first tokens after the change may be the same
     assert any(tokens[at:] == old(PROMPT + before[:at], 1200 - at) for at in candidates)
     assert client.tokens(20) == (old(PROMPT, 20), old.version)
 
 
-def test_what_is_refused_changes_nothing(
+def test_refused_weight_update_changes_nothing(
     served: Served, client: Client, folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]
 ) -> None:
     broken = folders[0].parent / "broken"
@@ -186,8 +186,8 @@ def test_what_is_refused_changes_nothing(
     tensors["model.norm.weight"][3] = float("nan")
     save_file(tensors, broken / "model.safetensors")
     (folders[0].parent / "outside").symlink_to("/etc")
-    before = client.told("/v1/weights")
-    for fields, words in (
+    before = client.fetch("/v1/weights")
+    for fields, message in (
         ({"path": str(broken)}, "not finite"),
         ({"path": str(folders[0].parent / "missing")}, "is not a folder"),
         ({"path": "/etc"}, "allowed-local-weights-path"),
@@ -200,7 +200,7 @@ def test_what_is_refused_changes_nothing(
     ):
         response = client.post("/v1/weights/reload", **fields)
         assert response.status_code in (400, 404), response.text
-        assert re.search(words, response.json()["error"]["message"])
+        assert re.search(message, response.json()["error"]["message"])
     refused = client.post("/update_weights_from_disk", model_path=str(broken))
     assert refused.status_code == 400 and refused.json()["success"] is False
     assert client.post("/update_weights_from_disk", model_path="/x", weight_version="7").status_code == 400
@@ -213,19 +213,19 @@ def test_what_is_refused_changes_nothing(
     ):
         assert client.post(path).status_code == 400
     assert client.post("/v1/update_weights").status_code == 400  # not paused
-    assert client.told("/v1/weights") == before
+    assert client.fetch("/v1/weights") == before
     assert client.tokens(20) == (oracles[0](PROMPT, 20), oracles[0].version)
 
 
 @pytest.mark.row("vllm", "POST /sleep", "POST /wake_up", "GET /is_sleeping")
 @pytest.mark.row("vllm", "POST /pause", "POST /resume", "GET /is_paused")
-def test_sleep_and_pauses_as_vllm_has_them(served: Served, client: Client, oracles: tuple[Oracle, Oracle]) -> None:
+def test_sleep_and_pause_routes_of_vllm(served: Served, client: Client, oracles: tuple[Oracle, Oracle]) -> None:
     old, _ = oracles
     stream = Stream(served, 20_000)
     assert client.ask("/pause") == {"status": "paused"}
     stream.ended()
     assert "paused" in stream.error
-    client.everywhere("/is_paused", {"is_paused": True})
+    client.wait_for_all("/is_paused", {"is_paused": True})
     waiting = in_thread(lambda: client.tokens(20))
     assert client.get("/health").status_code == 200
     assert client.get("/ready").status_code == 503
@@ -235,7 +235,7 @@ def test_sleep_and_pauses_as_vllm_has_them(served: Served, client: Client, oracl
     for level in (1, 2):
         stream = Stream(served, 300)
         client.ask(f"/sleep?level={level}&mode=keep")
-        client.everywhere("/is_sleeping", {"is_sleeping": True})
+        client.wait_for_all("/is_sleeping", {"is_sleeping": True})
         for path, field in (
             ("/v1/completions", "prompt"),
             ("/generate", "prompt"),
@@ -251,18 +251,20 @@ def test_sleep_and_pauses_as_vllm_has_them(served: Served, client: Client, oracl
         client.ask("/reset_prefix_cache")
         assert client.post("/resume").status_code == 503
         client.ask("/wake_up?tags=weights")
-        client.everywhere("/is_sleeping", {"is_sleeping": True})
+        client.wait_for_all("/is_sleeping", {"is_sleeping": True})
         client.ask("/wake_up")
-        client.everywhere("/is_sleeping", {"is_sleeping": False})
+        client.wait_for_all("/is_sleeping", {"is_sleeping": False})
         assert stream.ended() == old(PROMPT, 300)
     assert client.get("/ready").status_code == 200
 
 
-def test_trainers_paths_of_sglang(client: Client, folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]) -> None:
+def test_weight_update_routes_of_sglang(
+    client: Client, folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]
+) -> None:
     old, new = oracles
     client.ask("/pause_generation", mode="retract")
     client.ask("/release_memory_occupation")
-    assert client.told("/v1/weights")["data"][0]["asleep"] == ["kv_cache", "weights"]
+    assert client.fetch("/v1/weights")["data"][0]["asleep"] == ["kv_cache", "weights"]
     client.ask("/resume_memory_occupation", tags=["weights"])
     assert client.ask("/update_weights_from_disk", model_path=str(folders[1]), flush_cache=True)["success"] is True
     client.ask("/resume_memory_occupation", tags=["kv_cache"])
@@ -274,8 +276,10 @@ def test_trainers_paths_of_sglang(client: Client, folders: tuple[Path, Path], or
 
 @pytest.mark.row("fastdeploy", "/clear_load_weight", "/update_model_weight", "/v1/update_weights")
 @pytest.mark.row("fastdeploy", "/v1/pause", "/v1/resume", "/v1/is_paused", "/v1/sleep", "/v1/wakeup")
-def test_paths_of_fastdeploy(client: Client, folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]) -> None:
-    """The trainer writes into the folder of the weights in use, which is read again."""
+def test_weight_update_routes_of_fastdeploy(
+    client: Client, folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]
+) -> None:
+    """The trainer overwrites the weights in the folder in use, which is then loaded again."""
     old, new = oracles
     used = folders[0].parent / "used"
     shutil.copytree(folders[0], used)
@@ -295,7 +299,7 @@ def test_paths_of_fastdeploy(client: Client, folders: tuple[Path, Path], oracles
     assert client.ask("/v1/pause")["status"] == "success"
     write(folders[1])
     assert client.ask("/v1/update_weights")["status"] == "success"
-    assert client.told("/v1/is_paused") == {"is_paused": True}
+    assert client.fetch("/v1/is_paused") == {"is_paused": True}
     assert client.ask("/v1/resume")["status"] == "success"
     assert client.tokens(20) == (new(PROMPT, 20), new.version)
     assert client.ask("/v1/sleep?tags=weight,kv_cache")["status"] == "success"
@@ -307,17 +311,17 @@ def test_paths_of_fastdeploy(client: Client, folders: tuple[Path, Path], oracles
 
 @pytest.mark.row("vllm", "--enable-sleep-mode", "VLLM_SERVER_DEV_MODE")
 @pytest.mark.row("fastdeploy", "dynamic_load_weight")
-def test_clients_may_do_so_only_where_an_option_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_routes_are_enabled_only_by_option(monkeypatch: pytest.MonkeyPatch) -> None:
     def configured(*flags: str) -> tuple[bool, str]:
-        found = run_in_process(main, "config", "--json", *flags)
-        assert found.returncode == 0, found
-        return json.loads(found.stdout)["server_dev_mode"]["value"], found.stderr
+        result = run_in_process(main, "config", "--json", *flags)
+        assert result.returncode == 0, result
+        return json.loads(result.stdout)["server_dev_mode"]["value"], result.stderr
 
     assert not configured()[0]
     assert not configured("--compat", "fastdeploy", "--dynamic-load-weight", "0")[0]
     assert configured("--compat", "fastdeploy", "--dynamic-load-weight", "1")[0]
-    allowed, said = configured("--compat", "vllm", "--enable-sleep-mode")
-    assert not allowed and "--server-dev-mode" in said
+    allowed, log = configured("--compat", "vllm", "--enable-sleep-mode")
+    assert not allowed and "--server-dev-mode" in log
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
     assert configured("--compat", "vllm")[0]
     assert not configured()[0]

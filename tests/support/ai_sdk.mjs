@@ -1,5 +1,5 @@
-// Asks a server with Vercel's AI SDK, over each of the APIs that its providers speak, and prints one JSON document of
-// what they said. Run in a folder that has it (test_client_libraries.py):  node ai_sdk.mjs ADDRESS
+// Sends requests to a server with Vercel's AI SDK, over each API of its providers, and prints the responses as one JSON
+// document. test_client_libraries.py runs it in a folder that has the SDK:  node ai_sdk.mjs ADDRESS
 
 import { createAnthropic } from '@ai-sdk/anthropic'
 import { createOpenAI } from '@ai-sdk/openai'

@@ -317,8 +317,8 @@ def latents(whole: bool) -> Calls:
 
         def store(q: Any = q, cache: Any = cache, queries: Any = queries) -> None:
             down, tokens, table = empty(8, 2112), torch.empty(8).long(), torch.empty(4096, 64)
-            k, own, out = down[:, 2048:], down[:, 1536:2048], queries[..., 512:]
-            latent.latent_rope_and_store(q[..., 128:], k, own, tokens, table, cache, tokens, True, out)
+            k, values, out = down[:, 2048:], down[:, 1536:2048], queries[..., 512:]
+            latent.latent_rope_and_store(q[..., 128:], k, values, tokens, table, cache, tokens, True, out)
 
         def attend(queries: Any = queries, cache: Any = cache) -> None:
             starts, lengths = torch.zeros(9, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)

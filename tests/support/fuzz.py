@@ -156,8 +156,7 @@ class Fuzzer:
     async def _send_bases(self) -> None:
         for base in BASES:
             async with self._session.post(base.path, json=base.body, headers=base.headers) as response:
-                details = base.path, base.body, response.status, await response.text()
-                assert response.status == base.status, details
+                assert response.status == base.status, (base.path, base.body, response.status, await response.text())
         await self._session.post("/v2/systemsharedmemory/region/r/register", json={"key": REGION, "byte_size": 4096})
         async with self._channel() as channel:
             await fuzz_grpc.check(channel, DEADLINE)

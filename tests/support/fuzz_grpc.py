@@ -75,7 +75,10 @@ BASES: list[tuple[str, Any]] = [
     ("CudaSharedMemoryStatus", pb.CudaSharedMemoryStatusRequest()),
     ("CudaSharedMemoryRegister", pb.CudaSharedMemoryRegisterRequest(name="g", raw_handle=b"x", byte_size=4)),
     ("CudaSharedMemoryUnregister", pb.CudaSharedMemoryUnregisterRequest()),
-    *(("ModelInfer", made) for made in (infer("ensemble", *TEXT, id="a"), RAW, SHARED, infer("tensorrt_llm", *IDS))),
+    *(
+        ("ModelInfer", request)
+        for request in (infer("ensemble", *TEXT, id="a"), RAW, SHARED, infer("tensorrt_llm", *IDS))
+    ),
     ("ModelInfer", infer("model", tensor("IN", "BYTES", ASKED, shape=(1,)))),
     (
         "ModelInfer",
@@ -85,7 +88,7 @@ BASES: list[tuple[str, Any]] = [
             tensor("SEQUENCE_LENGTH", "INT32", 2),
         ),
     ),
-    *(("ModelStreamInfer", made) for made in (infer("tensorrt_llm_bls", *TEXT, id="a"), ENDING)),
+    *(("ModelStreamInfer", request) for request in (infer("tensorrt_llm_bls", *TEXT, id="a"), ENDING)),
     ("ModelStreamInfer", infer("model", tensor("IN", "BYTES", ASKED, shape=(1,)))),
 ]
 SETTINGS = ("RepositoryModelLoad", "TraceSetting", "LogSettings")

@@ -1,7 +1,7 @@
-"""Checkpoints of every family that llama.cpp's converter takes, with what GGUF files can express.
+"""Checkpoints of every family that llama.cpp's converter supports, limited to what GGUF files can express.
 
-A file does not have every field of ``config.json``: activations, windows of Mistral and Qwen, Gemma's attention scale
-and the layers of its windows. So configurations have what such files mean.
+GGUF files lack some fields of ``config.json``: activations, sliding windows of Mistral and Qwen, Gemma's attention
+scale and the pattern of its sliding window layers. The configurations here have the values that llama.cpp implies.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from transformers import Llama4Config, Llama4ForConditionalGeneration, PreTraine
 from penstock import demo
 
 VERSION = "0.3.36"
-"""Of llama-cpp-python, whose source package has the converter."""
+"""Version of llama-cpp-python, whose source package contains the converter."""
 FULL = "full_attention"
 NO_WINDOW = {"use_sliding_window": False, "sliding_window": None}
 EXPERTS_ONLY = {"mlp_only_layers": [], "decoder_sparse_step": 1}
@@ -52,13 +52,13 @@ FIXED: dict[str, dict[str, Any]] = {
     "Dots1": {"sliding_window": None},
     "Llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1, "use_qk_norm": True},
 }
-"""Fields of the families' configurations, as files mean them."""
+"""Values of fields that GGUF files do not state, by family."""
 
 
 def config_of(family: str, seed: int) -> PreTrainedConfig:
-    """A configuration of a family that a GGUF file can have."""
+    """A random configuration of a family that a GGUF file can express."""
     config = (FAMILIES | WITH_EXPERTS)[family](Random(f"{family} {seed}"))
-    config.vocab_size = 3584  # that of the demo's tokenizer
+    config.vocab_size = 3584  # of the demo model's tokenizer
     for name, value in FIXED.get(family, {}).items():
         setattr(config, name, value)
     layers = config.num_hidden_layers
@@ -96,7 +96,7 @@ def checkpoint(family: str, seed: int, folder: Path, ternary: bool = False) -> P
     """Write a checkpoint of random weights.
 
     Args:
-        ternary: matrices have three values, which ``Q8_0`` and ``F16`` have without rounding, whichever way they lie.
+        ternary: draw matrices of three values, which ``Q8_0`` and ``F16`` represent exactly, also transposed.
     """
     model = save(config_of(family, seed), folder)
     if ternary:
@@ -105,11 +105,11 @@ def checkpoint(family: str, seed: int, folder: Path, ternary: bool = False) -> P
                 if weight.dim() > 1:
                     weight.copy_(torch.randint(-1, 2, weight.shape) * 127 / 1024)
         model.save_pretrained(folder)
-    if family != "Llama4":  # which has one implementation
-        model.set_experts_implementation("eager")  # others do not compute in float32 throughout
+    if family != "Llama4":  # it has one implementation
+        model.set_experts_implementation("eager")  # the others do not compute in float32 throughout
     path = folder / "config.json"
     config = json.loads(path.read_text())
-    if family == "HunYuanMoEV1":  # whose published files have a number for each layer
+    if family == "HunYuanMoEV1":  # published checkpoints have one value per layer
         layers, top_k = config["num_hidden_layers"], config["moe_topk"]
         config["moe_topk"] = top_k if isinstance(top_k, list) else [top_k] * layers
         config |= {"moe_intermediate_size": [config["intermediate_size"]] * layers, "num_shared_expert": [1] * layers}
@@ -137,7 +137,7 @@ WITH_VISION: dict[str, Callable[[], PreTrainedModel]] = {
     "Llava": vision_checkpoints.FAMILIES["llava"].model,
     "Llama4": llama4,
 }
-"""Small models with a vision encoder, by the name of their architecture before ``ForConditionalGeneration``."""
+"""Small models with a vision encoder, by the name of the architecture without ``ForConditionalGeneration``."""
 
 
 def vision_checkpoint(family: str, folder: Path) -> PreTrainedModel:
@@ -152,7 +152,7 @@ def vision_checkpoint(family: str, folder: Path) -> PreTrainedModel:
     model = type(drawn)(drawn.config)
     randomize(model)
     model.eval().save_pretrained(folder)
-    if family == "Qwen3VLMoe":  # the published files have experts transposed, those that transformers saves do not
+    if family == "Qwen3VLMoe":  # published checkpoints have transposed experts, unlike those of save_pretrained
         file = folder / "model.safetensors"
         tensors = load_file(file)
         for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
@@ -164,19 +164,19 @@ def vision_checkpoint(family: str, folder: Path) -> PreTrainedModel:
 
 
 def fetch_converter(cache: Path) -> Path:
-    """The folder of llama.cpp's converter, fetched once from the package index. Raises ``RuntimeError`` where it cannot
-    be reached."""
+    """Return the folder of llama.cpp's converter, downloaded once from the package index. Raises ``RuntimeError`` if
+    the download fails."""
     folder = cache / f"llama-cpp-python-{VERSION}"
     if not folder.is_dir():
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "--dest", cache]
         done = subprocess.run([*command, f"llama-cpp-python=={VERSION}"], capture_output=True, text=True, check=False)
         archives = list(cache.glob(f"llama_cpp_python-{VERSION}.tar.gz"))
         if done.returncode or not archives:
-            raise RuntimeError(f"llama-cpp-python {VERSION} cannot be fetched: {done.stderr[-300:]}")
+            raise RuntimeError(f"llama-cpp-python {VERSION} cannot be downloaded: {done.stderr[-300:]}")
         with tarfile.open(archives[0]) as archive:
             root = f"llama_cpp_python-{VERSION}/vendor/llama.cpp/"
-            wanted = [file for file in archive.getmembers() if file.name.startswith(root) and file.name.endswith(".py")]
-            archive.extractall(folder, wanted, filter="data")
+            files = [file for file in archive.getmembers() if file.name.startswith(root) and file.name.endswith(".py")]
+            archive.extractall(folder, files, filter="data")
         archives[0].unlink()
     return folder / f"llama_cpp_python-{VERSION}" / "vendor" / "llama.cpp"
 

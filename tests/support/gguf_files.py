@@ -1,4 +1,4 @@
-"""GGUF files of Hugging Face checkpoints, written by llama.cpp's own library as its converter does."""
+"""Convert Hugging Face checkpoints to GGUF with llama.cpp's ``gguf`` package, in the layout of its converter."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ SCALE_OFFSETS = {
     **{"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,), "IQ4_XS": (0,)},
     **{"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
 }
-"""Where blocks have float16 scales."""
+"""Byte offsets of the float16 scales in a block, by type."""
 SCALE_SIZES = {"Q8_0": 1e-3, "Q3_K": 1e-3, "Q4_K": 3e-4, "Q5_K": 2e-4, "Q6_K": 1e-4, "IQ4_NL": 1e-3, "IQ4_XS": 1e-4}
-"""Of those scales, so that weights are near a tenth; a hundredth for the others."""
+"""Standard deviation of these scales for weights of about 0.1; 0.01 for the other types."""
 QUANTIZABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
-"""Types that the library quantizes to. Of others, blocks are drawn."""
+"""Types to which the gguf package can quantize. Blocks of the other types are drawn at random."""
 
 
 def random_blocks(kind: str, rows: int, inputs: int, rng: np.random.Generator) -> NDArray[np.uint8]:
-    """Rows of a matrix in valid blocks, ``[rows, bytes]``."""
+    """Random rows of a matrix in valid blocks, ``[rows, bytes]``."""
     block, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     blocks = rng.integers(0, 256, (rows, inputs // block, size), dtype=np.uint8)
     if kind == "MXFP4":
         blocks[..., 0] = rng.integers(122, 126, blocks.shape[:2])
-    for at in SCALE_OFFSETS.get(kind, ()):
+    for offset in SCALE_OFFSETS.get(kind, ()):
         scales = rng.normal(0, SCALE_SIZES.get(kind, 1e-2), blocks.shape[:2]).astype(np.float16)
-        blocks[..., at : at + 2] = scales[..., None].view(np.uint8)
+        blocks[..., offset : offset + 2] = scales[..., None].view(np.uint8)
     return blocks.reshape(rows, -1)
 
 
@@ -54,12 +54,12 @@ def write_gguf(
     tokenizer: Callable[[GGUFWriter], None] | None = None,
     parts: int = 0,
 ) -> dict[str, NDArray[np.float32]]:
-    """Write a checkpoint with one safetensors file, and return its weights as they are in the GGUF file.
+    """Convert a checkpoint with one safetensors file, and return the dequantized weights of the GGUF file.
 
     Args:
-        type_of: the type of each matrix, by its name in the GGUF file. Vectors are float32.
-        tokenizer: adds another tokenizer than the checkpoint's.
-        parts: tensors in each part; 0 writes one file.
+        type_of: returns the type of a matrix for its name in the GGUF file. Vectors are float32.
+        tokenizer: adds the tokenizer; None: the checkpoint's.
+        parts: number of tensors in each part of the file; 0: one file.
     """
     config = json.loads((checkpoint / "config.json").read_text())
     architecture = ARCHITECTURES[config["architectures"][0]]
@@ -70,19 +70,19 @@ def write_gguf(
     rng = np.random.default_rng(0)
 
     def write(name: str, weights: Weights) -> Weights:
-        """Write a tensor, and return its numbers as the file has them."""
-        theirs = names.get_name(
+        """Write a tensor, and return its dequantized values."""
+        gguf_name = names.get_name(
             name.replace("e_score_correction_bias", "e_score_correction.bias"), (".weight", ".bias")
         )
-        assert theirs, name
-        kind = type_of(theirs) if weights.ndim > 1 and "ffn_gate_inp" not in theirs else "F32"
+        assert gguf_name, name
+        kind = type_of(gguf_name) if weights.ndim > 1 and "ffn_gate_inp" not in gguf_name else "F32"
         number = GGMLQuantizationType[kind]
         if kind in QUANTIZABLE:
             data = gguf.quants.quantize(weights, number)
         else:
             rows = random_blocks(kind, weights.size // weights.shape[-1], weights.shape[-1], rng)
             data = rows.reshape(*weights.shape[:-1], -1)
-        writer.add_tensor(theirs, data, raw_dtype=number)
+        writer.add_tensor(gguf_name, data, raw_dtype=number)
         return gguf.quants.dequantize(data, number).reshape(weights.shape)
 
     tensors = {name: tensor.float().numpy() for name, tensor in load_file(checkpoint / "model.safetensors").items()}
@@ -112,7 +112,7 @@ def write_gguf(
 
 
 def write_experts(tensors: dict[str, Weights], write: Callable[[str, Weights], Weights]) -> dict[str, Weights]:
-    """Take the experts' matrices out of a checkpoint's tensors and write those of a layer as one."""
+    """Remove the experts' matrices from a checkpoint's tensors, and write those of a layer as one tensor."""
     layers: dict[str, dict[int, Weights]] = {}
     for name in [name for name in tensors if ".experts." in name]:
         before, _, after = name.partition(".experts.")
@@ -133,7 +133,7 @@ def add_config(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
-    rank = config.get("kv_lora_rank", 0)  # of latent attention, which is one head to llama.cpp
+    rank = config.get("kv_lora_rank", 0)  # latent attention has one key-value head in llama.cpp
     rotary = config["qk_rope_head_dim"] if rank else head_dim
     writer.add_head_count_kv(1 if rank else config["num_key_value_heads"])
     writer.add_key_length(rank + rotary)
@@ -160,7 +160,7 @@ def add_config(writer: GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def add_latent(writer: GGUFWriter, config: dict[str, Any]) -> None:
-    """Add sizes of latent attention and of DeepSeek's experts."""
+    """Add the sizes of latent attention and of DeepSeek's experts."""
     rotary, rank = config["qk_rope_head_dim"], config["kv_lora_rank"]
     writer.add_q_lora_rank(config["q_lora_rank"])
     writer.add_kv_lora_rank(rank)
@@ -174,7 +174,7 @@ def add_latent(writer: GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def llama3_factors(rope: dict[str, Any], head_dim: int) -> NDArray[np.float32]:
-    """What llama.cpp divides the frequencies of Llama 3.1 by."""
+    """Divisors of the RoPE frequencies of Llama 3.1 in llama.cpp, ``[head_dim / 2]``."""
     low, high, trained = (
         rope[name] for name in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     )
@@ -192,30 +192,30 @@ def llama3_factors(rope: dict[str, Any], head_dim: int) -> NDArray[np.float32]:
 
 
 def add_tokenizer(writer: GGUFWriter, checkpoint: Path, pre: str | None = None) -> None:
-    """Add the tokenizer of ``tokenizer.json``, byte-level BPE.
+    """Add a byte-level BPE tokenizer (``tokenizer.json``).
 
     Args:
-        pre: the name of a pre-tokenizer; None adds ``tokenizer.json`` itself in its place.
+        pre: name of the pre-tokenizer (``tokenizer.ggml.pre``); None: embed ``tokenizer.json`` instead.
     """
-    whole = json.loads((checkpoint / "tokenizer.json").read_text())
+    source = json.loads((checkpoint / "tokenizer.json").read_text())
     config = json.loads((checkpoint / "tokenizer_config.json").read_text())
-    vocabulary = whole["model"]["vocab"]
+    vocabulary = source["model"]["vocab"]
     size = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
-    size = max(size, *(token["id"] + 1 for token in whole["added_tokens"]))
+    size = max(size, *(token["id"] + 1 for token in source["added_tokens"]))
     tokens, types = [f"[PAD{token_id}]" for token_id in range(size)], [gguf.TokenType.UNUSED] * size
     for token, token_id in vocabulary.items():
         tokens[token_id], types[token_id] = token, gguf.TokenType.NORMAL
-    for added in whole["added_tokens"]:
+    for added in source["added_tokens"]:
         kind = gguf.TokenType.CONTROL if added["special"] else gguf.TokenType.USER_DEFINED
         tokens[added["id"]], types[added["id"]] = added["content"], kind
     writer.add_tokenizer_model("gpt2")
     if pre:
         writer.add_tokenizer_pre(pre)
     else:
-        writer.add_string("tokenizer.huggingface.json", json.dumps(whole))
+        writer.add_string("tokenizer.huggingface.json", json.dumps(source))
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_token_merges([" ".join(pair) for pair in whole["model"]["merges"]])
+    writer.add_token_merges([" ".join(pair) for pair in source["model"]["merges"]])
     writer.add_eos_token_id(tokens.index(config["eos_token"]))
     writer.add_pad_token_id(tokens.index(config["pad_token"]))
     writer.add_add_bos_token(False)

@@ -1,4 +1,5 @@
-"""Small checkpoints of models that see images: of random weights, and one made by rule that names colours."""
+"""Small checkpoints of vision-language models: with random weights, and one with constructed weights that names
+colours."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ MARKS = (
 )
 SPECIAL = [*MARKS, *COLOURS]
 FIRST = 280
-"""Token of the first mark; those of bytes come before."""
+"""Id of the first special token; byte tokens and unused tokens have smaller ids."""
 EOS, START, END, VISION_START, PLACEHOLDER, VISION_END, VIDEO = range(FIRST, FIRST + len(MARKS))
 RED = FIRST + len(MARKS)
 TEMPLATE = (
@@ -76,14 +77,14 @@ def qwen2_vl(**changes: Any) -> Qwen2VLForConditionalGeneration:
 
 
 def qwen2_5_vl(**changes: Any) -> Qwen2_5_VLForConditionalGeneration:
-    """With windows of 2 x 2 features in all layers but the second."""
+    """Qwen2.5-VL with windows of 2 x 2 features in all vision layers but the second."""
     vision = {"depth": 3, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 44, **PATCH}
     vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
     return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=TEXT | changes, vision_config=vision, **IDS))
 
 
 def qwen3_vl(**changes: Any) -> Qwen3VLForConditionalGeneration:
-    """With features for the first two of three decoder layers."""
+    """Qwen3-VL with DeepStack features for the first two of three decoder layers."""
     vision = {"depth": 4, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 44, **PATCH}
     vision |= {"num_position_embeddings": 36, "deepstack_visual_indexes": [2, 0]}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
@@ -92,7 +93,7 @@ def qwen3_vl(**changes: Any) -> Qwen3VLForConditionalGeneration:
 
 
 def qwen3_vl_moe(**changes: Any) -> Qwen3VLMoeForConditionalGeneration:
-    """As ``qwen3_vl``, with experts in all layers but one."""
+    """``qwen3_vl`` with experts in all decoder layers but one."""
     vision = {"depth": 4, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "intermediate_size": 44, **PATCH}
     vision |= {"num_position_embeddings": 36, "deepstack_visual_indexes": [2, 0]}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
@@ -110,7 +111,7 @@ ERNIE_IDS = {
 
 
 def ernie4_5_vl(**changes: Any) -> Ernie4_5_VLMoeForConditionalGeneration:
-    """With a dense layer, and experts of two sizes in the others."""
+    """ERNIE 4.5 VL with one dense layer, and experts of two sizes in the others."""
     vision = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 44, "patch_size": 4}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}
     text = TEXT | {"num_hidden_layers": 3, "rope_parameters": rope, "moe_intermediate_size": [24, 16]}
@@ -120,7 +121,7 @@ def ernie4_5_vl(**changes: Any) -> Ernie4_5_VLMoeForConditionalGeneration:
 
 
 def draw(family: str, rng: Random) -> PreTrainedModel:
-    """A model with other sizes, of one of the three families."""
+    """A model of a family with random sizes."""
     heads, kv_heads = rng.choice([(4, 2), (4, 4), (6, 2), (8, 1)])
     head_dim, vision_heads, depth = rng.choice([16, 32]), rng.choice([1, 2, 4]), rng.randint(2, 4)
     half, hidden = head_dim // 2, heads * head_dim
@@ -175,7 +176,7 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
 
 
 def save_random(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """Weights large enough that positions, windows and pixels matter."""
+    """Save a checkpoint with random weights, large enough that positions, windows and pixels matter."""
     generator = torch.Generator().manual_seed(0)
     for name, weight in model.named_parameters():
         torch.nn.init.normal_(weight, std=0.5 if name.endswith("bias") else 0.2, generator=generator)
@@ -186,11 +187,11 @@ def save_random(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 @torch.no_grad()
 def save_colours(folder: Path, latest: bool = False) -> PreTrainedModel:
-    """A model whose next token is the word for the channel that is the brightest in all images seen so far.
+    """Save a model whose next token names the brightest colour channel of all images so far.
 
-    The vision tower averages each channel of a patch; the language model's only layer looks at all tokens alike, and
-    adds what images have of the channels to the logits of their words. With ``latest`` it looks at what is near in
-    time, so that the last frames decide.
+    The vision encoder averages each channel of a patch. The only decoder layer attends to all tokens equally, and adds
+    the channel averages to the logits of the colours' words. With ``latest`` it attends mostly to tokens that are near
+    in time, so that the last frames of a video decide.
     """
     rope = TEXT["rope_parameters"] | ({"rope_theta": 1e8} if latest else {})
     model = qwen2_vl(num_hidden_layers=1, rope_parameters=rope)
@@ -207,7 +208,7 @@ def save_colours(folder: Path, latest: bool = False) -> PreTrainedModel:
         parameters[f"{layer}self_attn.v_proj.weight"][channel, channel] = 1.0
         parameters[f"{layer}self_attn.o_proj.weight"][3 + channel, channel] = 1.0
         parameters["lm_head.weight"][RED + channel, 3 + channel] = 10.0
-    if latest:  # scores fall with the distance in time, which turns the second pair of elements
+    if latest:  # scores decrease with the distance in time, which rotates the second pair of elements
         parameters[f"{layer}self_attn.q_proj.bias"][1::16] = 9.0
         parameters[f"{layer}self_attn.k_proj.bias"][1::16] = 9.0
     return _save(model, folder)
@@ -231,7 +232,7 @@ def _save(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 def image_processor(model: PreTrainedModel) -> Any:
-    """The library's processor of a model of this module."""
+    """transformers' image processor of a model of this module."""
     vision, size = model.config.vision_config, {"shortest_edge": 256, "longest_edge": 4096}
     if "ernie" in model.config.model_type:
         return Ernie4_5_VLMoeImageProcessorPil(patch_size=vision.patch_size, size=size)
@@ -240,20 +241,20 @@ def image_processor(model: PreTrainedModel) -> Any:
 
 
 def video_processor(model: PreTrainedModel) -> dict[str, Any]:
-    """The configuration of the library's processor of videos."""
+    """Configuration of transformers' video processor (``video_preprocessor_config.json``)."""
     vision = model.config.vision_config
     sizes = {"patch_size": vision.patch_size, "temporal_patch_size": vision.temporal_patch_size}
     return sizes | {"size": {"shortest_edge": 256, "longest_edge": 16384}, "fps": 2, "min_frames": 2}
 
 
 def noise(seed: int, height: int, width: int) -> Image.Image:
-    """A picture of random pixels."""
+    """An image of random pixels."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
 
 def converted(picture: Image.Image, mode: str) -> Image.Image:
-    """A picture in another mode of Pillow; in some, with "transparent" before the mode, parts are transparent."""
+    """An image in another mode of Pillow; "transparent MODE" makes parts of it transparent."""
     transparent, _, name = mode.rpartition(" ")
     image = picture.convert(name)
     if (transparent and name == "P") or (transparent and name == "RGB"):
@@ -264,7 +265,7 @@ def converted(picture: Image.Image, mode: str) -> Image.Image:
 
 
 def plain(colour: str, height: int = 24, width: int = 24) -> Image.Image:
-    """A picture of one of ``COLOURS``."""
+    """An image of one of ``COLOURS``."""
     return Image.new("RGB", (width, height), colour)
 
 

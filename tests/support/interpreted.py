@@ -1,9 +1,9 @@
-"""Triton's interpreter in place of a GPU: to be imported before ``penstock.ops.cuda``.
+"""Triton's interpreter instead of a GPU; import this before ``penstock.ops.cuda``.
 
-It has NumPy multiply matrices, which sums in an order that depends on the shapes. Here products are summed as matrix
-instructions do: some inputs at a time in ascending order into the accumulator, of which each sum is exact, so that rows
-have the same bits in any tile exactly where kernels are to be thanked for it. Numbers must have no more than 24 bits in
-a product (float16, or float32 numbers that float16 holds).
+The interpreter multiplies matrices with NumPy, whose order of summation depends on the shapes. Here, as in matrix
+instructions, a few inputs at a time are summed exactly and added to the accumulator, in ascending order. So rows have
+the same bits in every tile if, and only if, the kernels ensure it. A product must have at most 24 bits (float16 inputs,
+or float32 inputs that float16 can represent).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from triton.runtime import interpreter
 
 
 def step(columns: int) -> int:
-    """Inputs of a matrix instruction, whose tile has so many columns."""
+    """Number of inputs that a matrix instruction sums, for a tile with so many columns."""
     return 16
 
 
 def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
     left, right = (_values(operand) for operand in (a, b))
     if d.data.dtype == np.int32:
-        assert left.shape[1] <= 1024  # sums of products of 8 bits are exact in float32
+        assert left.shape[1] <= 1024  # such sums of int8 products are exact in float32
         exact = np.matmul(left.astype(np.float32), right.astype(np.float32)).astype(np.int32)
         return interpreter.TensorHandle(exact + d.data, d.dtype.scalar)
     left, right, total = left.astype(np.float64), right.astype(np.float64), d.data
@@ -50,7 +50,7 @@ def _values(operand: Any) -> Any:
 
 
 def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
-    """The interpreter forgets to carry into the exponent where it rounds to 8 bits."""
+    """Round to float8_e4m3 with PyTorch: the interpreter does not carry into the exponent."""
     if dst_type.scalar != tl.float8e4nv or src.dtype.scalar != tl.float32:
         return _create_fp_to_fp(self, src, dst_type, rounding_mode)
     data = torch.from_numpy(np.ascontiguousarray(src.data)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
@@ -61,14 +61,14 @@ _create_fp_to_fp = interpreter.InterpreterBuilder.create_fp_to_fp
 interpreter.InterpreterBuilder.create_dot = create_dot
 interpreter.InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
 
-# The interpreter patches Triton's language anew for each call of a device function, which takes most of its time. Once
-# while a kernel runs is enough.
+# The interpreter patches Triton's language for each call of a device function, which takes most of its time. Patching
+# once per kernel is enough.
 _patch_lang = interpreter._patch_lang
 _patched: set[str] = set()
 
 
 class _Scope:
-    """What a patch has changed; undone by ``restore``."""
+    """Changes of a patch, undone by ``restore``."""
 
     def __init__(self, modules: set[str], scope: Any) -> None:
         self._modules = modules

@@ -1,5 +1,4 @@
-"""A network that disturbs KV transfers: a proxy between decode and prefill engines, which reads their protocol and
-loses, delays, repeats or damages messages."""
+"""Proxy between decode and prefill engines that loses, delays, duplicates or corrupts KV transfer messages."""
 
 from __future__ import annotations
 
@@ -14,15 +13,16 @@ import msgspec
 from penstock.engine.kv_transfer.messages import Data, Message, Offer, decode, encode
 
 HANDSHAKE = {"to_prefill": 1, "to_decode": 2}
-"""Messages of the handshake in each direction, which have a header of another length."""
+"""Number of handshake messages in each direction; their header has a different length."""
 Frames = list[tuple[Message, bytes]]
 Fault = Callable[[Random, str, Message, bytes], Frames | None]
-"""What becomes of a message and the bytes after it, given the direction; None delays it."""
+"""Returns the messages to forward for a direction, a message and the bytes after it; None: forward it after the next
+message."""
 
 
 class KVProxy:
-    """Forwards connections to ``target``, and applies ``fault`` to each message after the handshake. Give its address
-    to decode engines, with ``kv_transport="tcp"``."""
+    """Forwards connections to ``target``, and applies ``fault`` to each message after the handshake. Decode engines
+    connect to ``address``, with ``kv_transport="tcp"``."""
 
     def __init__(self, target: str, fault: Fault, seed: int = 0) -> None:
         host, port = target.rsplit(":", 1)
@@ -30,14 +30,14 @@ class KVProxy:
         self._fault = fault
         self._random = Random(seed)
         self.faults = 0
-        """Messages that were not passed on as they came."""
+        """Number of messages that were not forwarded unmodified."""
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._sockets: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """Cut all connections."""
+        """Close the listener and all connections."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         for each in [self._listener, *self._sockets]:
@@ -46,7 +46,7 @@ class KVProxy:
             each.close()
 
     def cut(self) -> None:
-        """Cut the connections that there are."""
+        """Cut the current connections."""
         for each in self._sockets:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
@@ -64,7 +64,7 @@ class KVProxy:
                     threading.Thread(target=self._forward, args=(source, target, way), daemon=True).start()
 
     def _forward(self, source: socket.socket, target: socket.socket, way: str) -> None:
-        late: Frames = []
+        delayed: Frames = []
         with contextlib.suppress(OSError, EOFError):
             for _ in range(HANDSHAKE[way]):
                 header = _read(source, 12)
@@ -73,15 +73,15 @@ class KVProxy:
                 message = decode(_read(source, int.from_bytes(_read(source, 4), "little")))
                 data = _read(source, message.size) if isinstance(message, Data) else b""
                 frames = self._fault(self._random, way, message, data)
-                if frames is None:  # after the next one
+                if frames is None:
                     self.faults += 1
-                    late.append((message, data))
+                    delayed.append((message, data))
                     continue
                 self.faults += frames != [(message, data)]
-                for one, more in [*frames, *late]:
-                    encoded = encode(one)
-                    target.sendall(len(encoded).to_bytes(4, "little") + encoded + more)
-                late.clear()
+                for forwarded, content in [*frames, *delayed]:
+                    encoded = encode(forwarded)
+                    target.sendall(len(encoded).to_bytes(4, "little") + encoded + content)
+                delayed.clear()
         for each in (source, target):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
@@ -98,7 +98,7 @@ def _read(source: socket.socket, size: int) -> bytes:
 
 
 def lossy(share: float) -> Fault:
-    """This share of messages is lost, late or repeated."""
+    """Lose, delay or duplicate this share of the messages."""
 
     def fault(rng: Random, way: str, message: Message, data: bytes) -> Frames | None:
         if rng.random() >= share:
@@ -109,7 +109,7 @@ def lossy(share: float) -> Fault:
 
 
 def flipped_bit(share: float) -> Fault:
-    """A bit is wrong in this share of the pieces."""
+    """Flip a bit in this share of the pieces."""
 
     def fault(rng: Random, way: str, message: Message, data: bytes) -> Frames:
         if not data or rng.random() >= share:
@@ -122,7 +122,7 @@ def flipped_bit(share: float) -> Fault:
 
 
 def swapped_pieces(share: float) -> Fault:
-    """This share of the pieces of a prompt's first two slots is said to be of the other one."""
+    """Swap the slot index, 0 or 1, of this share of the pieces of a prompt's first two slots."""
 
     def fault(rng: Random, way: str, message: Message, data: bytes) -> Frames:
         if not isinstance(message, Data) or message.index > 1 or rng.random() >= share:
@@ -133,7 +133,7 @@ def swapped_pieces(share: float) -> Fault:
 
 
 def wrong_epoch(share: float) -> Fault:
-    """In this share of the offers slots have the epoch of an earlier use."""
+    """Set the epochs of all slots to those of an earlier use in this share of the offers."""
 
     def fault(rng: Random, way: str, message: Message, data: bytes) -> Frames:
         if not isinstance(message, Offer) or rng.random() >= share:

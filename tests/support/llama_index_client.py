@@ -1,5 +1,6 @@
-"""Asks a server with LlamaIndex, and prints one JSON document of what it said. Run by the interpreter of an environment
-that has it (``test_client_libraries.py``):
+"""Send requests to a server with LlamaIndex, and print the responses as one JSON document.
+
+``test_client_libraries.py`` runs it in an environment that has LlamaIndex:
 
     python llama_index_client.py ADDRESS
 """
@@ -22,7 +23,7 @@ def get_weather(city: str) -> str:
 
 
 async def ask(model: Any) -> dict[str, Any]:
-    """A model of LlamaIndex: an answer, a stream, a call of a tool, and an agent that reads the call's result."""
+    """Responses of a LlamaIndex model: a completion, a stream, a tool call, and an agent that reads its result."""
     core, agents = (import_module(f"llama_index.core.{name}") for name in ("tools", "agent.workflow"))
     tool = core.FunctionTool.from_defaults(get_weather)
     streamed = [chunk.delta async for chunk in await model.astream_complete(QUESTION)]

@@ -1,4 +1,4 @@
-"""What one client may send at most, to every endpoint: bodies with as many elements as are allowed, and with more."""
+"""The largest requests of one client to every endpoint: bodies with as many elements as allowed, and with more."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ VALID: dict[str, Any] = {
     "lora_name": "a",
     "lora_path": "a",
 }
-"""Values of fields that requests must have."""
+"""Valid values of required fields."""
 
 
 def texts(size: int) -> Any:
@@ -107,24 +107,24 @@ REFUSED: tuple[Callable[[int], bytes], ...] = (
     lambda size: b'"' * (size - 1),
     lambda size: b'{"a":"' + b"\\\\" * (size // 2 - 8) + b'"}',
 )
-"""Bodies that no endpoint takes."""
+"""Bodies that every endpoint refuses, as functions of their size."""
 
 
 class Body(NamedTuple):
-    """A body, which is made where it is sent: all bodies of all endpoints do not fit into memory."""
+    """A request body. It is built when it is sent: the bodies of all endpoints together do not fit into memory."""
 
     path: str
     name: str
     fields: dict[str, Any]
-    """Beside the large one."""
+    """The other fields."""
     field: str
-    """The large field; empty for one of ``REFUSED``."""
+    """Name of the large field; empty for one of ``REFUSED``."""
     shape: int
     """Index in ``SHAPES`` or ``REFUSED``."""
     size: int
 
     def content(self) -> bytes:
-        """At most ``size`` bytes of JSON, or of what is refused."""
+        """The body, at most ``size`` bytes."""
         if not self.field:
             return REFUSED[self.shape](self.size)
         document = {**self.fields, self.field: SHAPES[self.shape](self.size - 300)}
@@ -132,7 +132,7 @@ class Body(NamedTuple):
 
 
 def json_paths(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The fields of the JSON requests of each path of an OpenAPI document, with their schemas."""
+    """Schema of the JSON request of each path of an OpenAPI document."""
     found: dict[str, dict[str, Any]] = {}
     for path, methods in document["paths"].items():
         body = methods.get("post", {}).get("requestBody", {}).get("content", {}).get("application/json")
@@ -143,57 +143,57 @@ def json_paths(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def bodies(path: str, schema: dict[str, Any], size: int, draw: random.Random) -> Iterator[Body]:
-    """For each field of a path one of the shapes, and one of ``REFUSED``; messages in all shapes."""
+    """Bodies for a path: each field in a random shape (messages and prompts in all shapes), and one of ``REFUSED``."""
     required = {name: VALID.get(name, "a") for name in schema.get("required", ())}
     for field in schema.get("properties", {"text_input": {}}):
-        every = field in ("messages", "prompt", "input")
-        for shape in range(len(SHAPES)) if every else [draw.randrange(len(SHAPES))]:
+        all_shapes = field in ("messages", "prompt", "input")
+        for shape in range(len(SHAPES)) if all_shapes else [draw.randrange(len(SHAPES))]:
             yield Body(path, f"{field}: {SHAPES[shape].__name__}", required, field, shape, size)
     number = draw.randrange(len(REFUSED))
     yield Body(path, f"refused {number}", {}, "", number, size)
 
 
-def send(root: str, headers: dict[str, str], given: Sequence[Body], width: int, times: int) -> Counter[Any]:
-    """Send each body ``times`` times, ``width`` at a time; the statuses of the answers, 0 for a closed connection."""
-    made = {body.name: body.content() for body in given} if times > 1 else {}
+def send(root: str, headers: dict[str, str], bodies: Sequence[Body], concurrency: int, times: int) -> Counter[Any]:
+    """Send each body ``times`` times; return the number of responses by status, 0 for a closed connection."""
+    contents = {body.name: body.content() for body in bodies} if times > 1 else {}
 
-    def one(body: Body) -> int:
+    def send_one(body: Body) -> int:
         path = body.path.replace("{name}", "ensemble")
         try:
-            with client.stream("POST", root + path, content=made.get(body.name) or body.content()) as answer:
-                return answer.status_code  # an answer that is a stream is left
-        except httpx.HTTPError:  # the server has closed the connection, as it does not read the rest
+            with client.stream("POST", root + path, content=contents.get(body.name) or body.content()) as response:
+                return response.status_code  # without reading a stream
+        except httpx.HTTPError:  # the server refuses a body before it has read all of it
             return 0
 
-    limits = httpx.Limits(max_connections=width, max_keepalive_connections=0)
+    limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=0)
     with (
         httpx.Client(headers=headers, timeout=300, limits=limits, verify=False) as client,
-        ThreadPoolExecutor(width) as threads,
+        ThreadPoolExecutor(concurrency) as threads,
     ):
-        return Counter(threads.map(one, [body for body in given for _ in range(times)]))
+        return Counter(threads.map(send_one, [body for body in bodies for _ in range(times)]))
 
 
 def count_ok(root: str, headers: dict[str, str], path: str, times: int) -> int:
-    """Get a path on ``times`` connections at once; how many answers have status 200."""
+    """GET a path on ``times`` connections at once; return the number of responses with status 200."""
     host, _, port = root.rpartition("/")[2].rpartition(":")
     lines = [f"GET {path} HTTP/1.1", "host: x", "connection: close", *map(": ".join, headers.items())]
     request = "\r\n".join([*lines, "", ""]).encode()
 
-    async def one() -> bool:
+    async def get() -> bool:
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(request)
-        answer = await reader.read()
+        response = await reader.read()
         writer.close()
-        return answer.startswith(b"HTTP/1.1 200")
+        return response.startswith(b"HTTP/1.1 200")
 
     async def run() -> int:
-        return sum(await asyncio.gather(*(one() for _ in range(times))))
+        return sum(await asyncio.gather(*(get() for _ in range(times))))
 
     return asyncio.run(run())
 
 
 def in_subprocess(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a function in a process of its own, so that this one measures the server and not itself."""
+    """Return the result of a function called in a new process, so that its load does not disturb this process."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(function, arguments)
 
@@ -202,7 +202,7 @@ def send_forms(url: str, headers: dict[str, str], times: int) -> Counter[int]:
     """Send forms with many large fields, all at once."""
     fields = {f"f{i}": "a" * (MIB - 1) for i in range(190)}
 
-    def one(_: int) -> int:
+    def send_form(_: int) -> int:
         try:
             files = {"file": ("a", b"a")}
             return httpx.post(f"{url}/files", data=fields, files=files, headers=headers, timeout=300).status_code
@@ -210,14 +210,14 @@ def send_forms(url: str, headers: dict[str, str], times: int) -> Counter[int]:
             return 0
 
     with ThreadPoolExecutor(times) as threads:
-        return Counter(threads.map(one, range(times)))
+        return Counter(threads.map(send_form, range(times)))
 
 
 def send_messages(address: str, headers: dict[str, str], times: int, size: int) -> Counter[str]:
-    """Send gRPC messages, 40 at once, each on a connection of its own."""
+    """Send gRPC messages, 40 at once, each on a new connection; return the number of calls by status."""
     request = pb.ModelInferRequest(model_name="ensemble", raw_input_contents=[b"x" * size])
 
-    def one(number: int) -> str:
+    def send_message(_: int) -> str:
         options = [("grpc.use_local_subchannel_pool", 1)]
         with grpc.insecure_channel(address, options) as channel:
             try:
@@ -227,4 +227,4 @@ def send_messages(address: str, headers: dict[str, str], times: int, size: int) 
         return "OK"
 
     with ThreadPoolExecutor(40) as threads:
-        return Counter(threads.map(one, range(times)))
+        return Counter(threads.map(send_message, range(times)))

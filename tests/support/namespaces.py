@@ -1,4 +1,4 @@
-"""Network namespaces: machines with an address each, connected by a switch, on this one."""
+"""Network namespaces that act as machines with one address each, connected by a switch."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _numbers = itertools.count()
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
 @cache
 def unavailable_reason() -> str:
-    """Why there can be none here; empty where there can."""
+    """Reason why network namespaces cannot be created here; empty if they can."""
     if not shutil.which("ip") or not shutil.which("tc"):
         return "ip and tc (iproute2) are not installed"
     try:
         with Namespaces(2):
             return ""
     except (OSError, subprocess.CalledProcessError) as error:
-        words = getattr(error, "stderr", b"") or b""
-        return f"network namespaces cannot be made here: {words.decode().strip() or error}"
+        output = getattr(error, "stderr", b"") or b""
+        return f"network namespaces cannot be created here: {output.decode().strip() or error}"
 
 
 class Namespaces:
-    """Some namespaces, which end with the context. What was started within them goes on without a network then.
+    """Network namespaces, removed at the end of the context. Processes in them then continue without a network.
 
     Args:
-        count: of machines. Their addresses are 10.0.0.1, 10.0.0.2 and so on, with one switch between all.
+        count: number of machines. Their addresses are 10.0.0.1, 10.0.0.2 and so on; one switch connects them.
     """
 
     def __init__(self, count: int) -> None:
@@ -48,7 +48,7 @@ class Namespaces:
         self._names = [f"penstock-{os.getpid()}-{number}-{node}" for node in range(count)]
         self.addresses = [f"10.0.0.{node + 1}" for node in range(count)]
         self.names = dict(zip(self.addresses, self._names, strict=True))
-        """The namespace of each address."""
+        """Namespace by address."""
 
     def __enter__(self) -> Self:
         try:
@@ -77,7 +77,7 @@ class Namespaces:
 
     @contextmanager
     def inside(self, node: int) -> Iterator[None]:
-        """What this thread opens and starts is on that machine."""
+        """Let this thread open sockets and start processes on a machine."""
         before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         other = os.open(f"/run/netns/{self._names[node]}", os.O_RDONLY)
         try:
@@ -89,17 +89,17 @@ class Namespaces:
             os.close(before)
 
     def connect(self, node: int, connected: bool) -> None:
-        """Plug in the cable of a machine, or pull it out."""
+        """Connect a machine to the switch, or disconnect it."""
         _ip("-n", self._switch, "link", "set", f"port{node}", "up" if connected else "down")
 
     def separate(self, one: int, other: int, separated: bool = True) -> None:
-        """Drop what two machines send each other, or stop doing so."""
+        """Drop all packets between two machines, or stop dropping them."""
         for here, there in ((one, other), (other, one)):
             action = "add" if separated else "delete"
             _ip("-n", self._names[here], "route", action, "blackhole", f"{self.addresses[there]}/32")
 
     def slow_down(self, node: int, rate: str) -> None:
-        """Limit what a machine sends, such as ``10mbit``."""
+        """Limit the rate at which a machine sends, such as ``10mbit``."""
         limit = ["tc", "-n", self._names[node], "qdisc", "replace", "dev", "net", "root", "tbf"]
         subprocess.run([*limit, "rate", rate, "burst", "16kb", "latency", "50ms"], check=True, capture_output=True)
 

@@ -1,7 +1,7 @@
-"""Names that other systems publish: flags of their commands, and environment variables.
+"""Command line options and environment variables of other systems.
 
-Gathered from vLLM 0.5.0, 0.6.3 and its main branch of August 2026, FastDeploy of April 2026, Triton Inference Server of
-August 2026 with TensorRT-LLM's ``launch_triton_server.py``, and the usage that BladeLLM's documentation prints.
+Sources: vLLM 0.5.0, 0.6.3 and main of August 2026; FastDeploy of April 2026; Triton Inference Server of August 2026
+with TensorRT-LLM's ``launch_triton_server.py``; the usage text in BladeLLM's documentation.
 """
 
 VLLM_SWITCHES = """
@@ -337,4 +337,4 @@ VALUES = {
         "--grpc-infer-response-compression-level": "none low medium high",
     },
 }
-"""Documented values of flags, by system."""
+"""Documented values of options, by system."""

@@ -1,4 +1,4 @@
-"""Small quantized checkpoints for tests, and their weights by the definition of each format, in numpy."""
+"""Small quantized checkpoints, and their dequantized weights computed with NumPy by the definition of each format."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ class Kind:
     """A variant of a format."""
 
     config: dict[str, Any]
-    """Its ``quantization_config``."""
+    """``quantization_config`` of the checkpoint."""
     tensors: Callable[[torch.Generator, int, int], dict[str, Tensor]]
-    """Draws the tensors of a matrix ``[out, in]``, by their names behind the matrix's."""
+    """Draws the stored tensors of a matrix ``[out, in]``, by their names after the matrix's name."""
     weights: Callable[[Mapping[str, Array], int, int], Array]
-    """What they mean: ``[out, in]`` float32."""
+    """Dequantizes them: ``[out, in]`` float32."""
     activations: tuple[str, int] = ("", 0)
-    """What activations are rounded to where the backend multiplies what is stored: int8 or fp8, in groups of so many or
-    as a whole."""
+    """Type ("int8" or "fp8") and group size (0: whole row) of quantized activations, if the backend multiplies the
+    stored integers."""
     skip: tuple[str, ...] = field(default=("lm_head",))
     """Matrices that are not quantized."""
 
 
-def fields(words: Array, bits: int, count: int) -> Array:
-    """Unsigned integers that lie densely in the words of each row, ``[rows, words]`` int32, lowest bits first."""
+def unpack(words: Array, bits: int, count: int) -> Array:
+    """Unpack unsigned integers, packed densely in the words of each row, ``[rows, words]`` int32, lowest bits first."""
     rows = np.ascontiguousarray(words.astype("<i4")).view(np.uint8)
     each = np.unpackbits(rows, axis=1, bitorder="little")[:, : count * bits].reshape(len(rows), count, bits)
     return each.astype(np.int64) @ (1 << np.arange(bits))
@@ -65,15 +65,15 @@ def integers(generator: torch.Generator, bits: int, *shape: int) -> Tensor:
 
 
 def scales(generator: torch.Generator, *shape: int, bits: int = 4, dtype: torch.dtype = torch.float16) -> Tensor:
-    """Of such integers, for weights of about 0.2."""
+    """Random scales that make weights of about 0.2 from integers of ``bits`` bits."""
     return ((0.5 + torch.rand(shape, generator=generator)) / 2**bits).to(dtype)
 
 
 def by_group(values: Array, zeros: Array | int, factors: Array, groups: Array) -> Array:
-    """``(values - zeros) * factors``, ``[out, in]``, of the zero points and scales ``[out, groups]`` of each input's
-    group."""
-    spread = zeros if isinstance(zeros, int) else zeros[:, groups]
-    return ((values - spread) * factors.astype(np.float64)[:, groups]).astype(np.float32)
+    """Dequantize ``values`` ``[out, in]`` with zero points and scales ``[out, groups]``; ``groups`` ``[in]`` is the
+    group of each input."""
+    zero_points = zeros if isinstance(zeros, int) else zeros[:, groups]
+    return ((values - zero_points) * factors.astype(np.float64)[:, groups]).astype(np.float32)
 
 
 def awq_kind(size: int, **config: Any) -> Kind:
@@ -118,11 +118,11 @@ def gptq_kind(bits: int, size: int, order: str = "", **config: Any) -> Kind:
         } | ({} if order == "none" else {"g_idx": g_idx})
 
     def weights(stored: Mapping[str, Array], outputs: int, inputs: int) -> Array:
-        values = fields(stored["qweight"].T, bits, inputs)
+        values = unpack(stored["qweight"].T, bits, inputs)
         words = stored["qzeros"].astype(np.int64)
         if version == 1 and bits != 3:
-            words += sum(1 << shift for shift in range(0, 32, bits))  # a word at a time, which carries
-        zeros = fields((words & 0xFFFFFFFF).astype(np.uint32).view(np.int32), bits, outputs)
+            words += sum(1 << shift for shift in range(0, 32, bits))  # adds 1 to whole words, with carries
+        zeros = unpack((words & 0xFFFFFFFF).astype(np.uint32).view(np.int32), bits, outputs)
         if version == 1 and bits == 3:
             zeros = (zeros + 1) % 8
         groups = stored.get("g_idx", np.arange(inputs) // (inputs if size == -1 else size))
@@ -166,9 +166,9 @@ def packed_kind(bits: int, size: int, symmetric: bool = True, order: bool = Fals
 
     def weights(stored: Mapping[str, Array], outputs: int, inputs: int) -> Array:
         half = 1 << (bits - 1)
-        values, zeros = fields(stored["weight_packed"], bits, inputs) - half, np.int64(0)
+        values, zeros = unpack(stored["weight_packed"], bits, inputs) - half, np.int64(0)
         if not symmetric:
-            zeros = fields(stored["weight_zero_point"].T, bits, outputs).T - half
+            zeros = unpack(stored["weight_zero_point"].T, bits, outputs).T - half
         groups = stored.get("weight_g_idx", np.arange(inputs) // (size or inputs))
         return by_group(values, 0 if symmetric else zeros, stored["weight_scale"], groups)
 
@@ -337,13 +337,13 @@ KINDS: dict[str, Kind] = {
 
 
 def as_array(tensor: Tensor) -> Array:
-    """A tensor's numbers; those that numpy lacks as float32."""
-    exact = tensor.dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e8m0fnu)
-    return (tensor.float() if exact else tensor).numpy()
+    """Convert to a NumPy array; dtypes that NumPy lacks become float32."""
+    unsupported = tensor.dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e8m0fnu)
+    return (tensor.float() if unsupported else tensor).numpy()
 
 
 def quantize(folder: Path, kind: Kind, config: Any = None, seed: int = 0) -> PreTrainedModel:
-    """A checkpoint of random weights whose matrices are quantized, and the model with the weights that these mean."""
+    """Write a checkpoint with random quantized matrices; return the model with their dequantized weights."""
     model = save(config or LlamaConfig(**SIZES), folder)
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, weight in model.state_dict().items():
@@ -351,11 +351,11 @@ def quantize(folder: Path, kind: Kind, config: Any = None, seed: int = 0) -> Pre
         if weight.dim() < 2 or "embed" in name or matrix in kind.skip:
             tensors[name] = weight.clone()
             continue
-        own = kind.tensors(generator, *weight.shape)
-        arrays = {part: as_array(tensor) for part, tensor in own.items() if tensor.dtype != torch.bfloat16}
-        arrays |= {part: bfloat16_array(part, own[part]) for part in own.keys() - arrays.keys()}
+        stored = kind.tensors(generator, *weight.shape)
+        arrays = {part: as_array(tensor) for part, tensor in stored.items() if tensor.dtype != torch.bfloat16}
+        arrays |= {part: bfloat16_array(part, stored[part]) for part in stored.keys() - arrays.keys()}
         weight.copy_(torch.from_numpy(kind.weights(arrays, *weight.shape)))
-        tensors |= {f"{matrix}.{part}": tensor.contiguous() for part, tensor in own.items()}
+        tensors |= {f"{matrix}.{part}": tensor.contiguous() for part, tensor in stored.items()}
     save_file(tensors, folder / "model.safetensors")
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": kind.config}))
@@ -363,5 +363,5 @@ def quantize(folder: Path, kind: Kind, config: Any = None, seed: int = 0) -> Pre
 
 
 def bfloat16_array(part: str, tensor: Tensor) -> Array:
-    """Numbers as float32; those whose bytes hold others, as 16 bits."""
+    """Convert a bfloat16 tensor: scales to float32, the weight, whose bytes are packed integers, to int16."""
     return tensor.view(torch.int16).numpy() if part == "weight" else tensor.float().numpy()

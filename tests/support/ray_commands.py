@@ -1,4 +1,4 @@
-"""A Ray cluster of several node processes, and ``serve run`` on it, as their users run them."""
+"""A Ray cluster of several node processes on this machine, and ``serve run`` on it."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ import yaml
 from serving import LoggedProcess, free_ports, processes
 
 SERVE = "from ray.serve.scripts import cli; cli()"
-TO_START = 120.0
+START_TIMEOUT = 120.0
 
 
 class RayCommand(LoggedProcess):
-    """A command, what it and its processes write, and nothing left of it at the end.
+    """A command with the output of all its processes. At the end of the context it is interrupted, or killed.
 
     Args:
-        url: where its application is served.
+        url: URL of the application that it serves.
     """
 
-    log_timeout = TO_START
+    log_timeout = START_TIMEOUT
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], url: str = "") -> None:
         self.url = url
@@ -55,8 +55,8 @@ class RayCommand(LoggedProcess):
         self.close()
 
     def wait_ready(self, path: str) -> None:
-        """Wait until its application is served, of which ``serve run`` says nothing where it has a file."""
-        deadline = time.monotonic() + TO_START
+        """Wait until the application is served. ``serve run`` with a file does not log it."""
+        deadline = time.monotonic() + START_TIMEOUT
         while True:
             with suppress(httpx.TransportError):
                 if httpx.get(self.url + path).status_code == 200:
@@ -65,7 +65,7 @@ class RayCommand(LoggedProcess):
             time.sleep(0.1)
 
     def close(self) -> None:
-        """Interrupt it as Ctrl-C does, and kill what is left after a while."""
+        """Send SIGINT to the command, and kill processes that are left after a minute."""
         assert self.process.stdin
         self.process.stdin.close()
         self.process.send_signal(signal.SIGINT)
@@ -81,8 +81,7 @@ class RayCommand(LoggedProcess):
 
 @contextmanager
 def scratch() -> Iterator[tuple[Path, dict[str, str]]]:
-    """A folder for a cluster's files, with a short path as Ray's sockets are there, and the environment of its
-    commands."""
+    """Temporary folder of a cluster (with a short path: it contains Ray's sockets) and environment of its commands."""
     folder = Path(tempfile.mkdtemp(prefix="ray-"))
     environment = {
         "RAY_TMPDIR": str(folder),
@@ -98,10 +97,10 @@ def scratch() -> Iterator[tuple[Path, dict[str, str]]]:
 
 
 class RayCluster:
-    """A cluster whose nodes are processes of this machine.
+    """A cluster whose nodes are processes on this machine.
 
     Args:
-        cores: of the head, and of each other node.
+        cores: numbers of cores of the head and of the other nodes.
     """
 
     def __init__(self, *cores: int) -> None:
@@ -130,12 +129,12 @@ class RayCluster:
         return self._workers_of(raylet, "ServeReplica")
 
     def actors_of(self, raylet: int) -> list[int]:
-        """Process ids of the actors there that have an engine's ranks."""
+        """Process ids of the actors on a raylet's node that run ranks of an engine."""
         return self._workers_of(raylet, "ray::_Node")
 
     @property
     def engines(self) -> list[int]:
-        """Process ids of the engines of replicas."""
+        """Process ids of the replicas' engines."""
         return [pid for pid in processes(self._nodes.process.pid) if "penstock.engine.service.server" in _command(pid)]
 
     def _workers_of(self, raylet: int, name: str) -> list[int]:
@@ -147,7 +146,7 @@ class RayCluster:
         return found
 
     def serve(self, args: Mapping[str, Any], import_path: str = "penstock.ray:app", path: str = "/ready") -> RayCommand:
-        """``serve run`` of an application; returns once ``path`` is served."""
+        """Start an application with ``serve run``; return once ``path`` is served."""
         (port,) = free_ports(1)
         document = {
             "proxy_location": "HeadOnly",

@@ -1,5 +1,8 @@
-"""A Ray cluster whose nodes are processes of this machine: ``python ray_nodes.py CORES...``, the head's and each other
-node's. Prints its address, and ends with its standard input."""
+"""Run a Ray cluster whose nodes are processes on this machine.
+
+``python ray_nodes.py CORES...`` takes the number of cores of the head and of each other node. It prints the cluster's
+address, and ends at the end of its standard input.
+"""
 
 from __future__ import annotations
 

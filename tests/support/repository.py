@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 SUPPORT = Path(__file__).parent
-"""Modules and programs that several tests use."""
+"""Modules and programs for several tests."""
 TESTS = SUPPORT.parent
 ROOT = TESTS.parent
 BUILD = ROOT / "build"

@@ -1,12 +1,12 @@
-"""Files of the package through which one streamed chat passes, in the API process and in the engine process.
+"""Files of the package with functions that one streaming chat calls, in the API process and in the engine process.
 
-``python tests/support/request_path.py`` prints them, with the functions of each, and writes the list in
-docs/architecture.md.
+``python tests/support/request_path.py`` prints the files and functions, and updates the list in
+docs/architecture/request.md.
 
 The server runs unmodified: a ``sitecustomize`` module on ``PYTHONPATH`` sets a profile function in every thread of the
-two processes. It records what is called from the request until the last event of its stream. Earlier requests have
-imported modules and filled caches. The result is the intersection over several requests, without the files of which
-nothing is called that is not called while the server is idle, too: heartbeats, statistics and other periodic work.
+two processes. It records the functions called from the request until the last event of its stream. Warm-up requests
+import modules and fill caches before. The result is the intersection over several requests, without files whose
+recorded functions are all called while the server is idle, too: heartbeats, statistics and other periodic work.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PACKAGE = Path(penstock.__file__).parent
 PROCESSES = {"api": "penstock.serve.process.api_process", "engine": "penstock.engine.service.server"}
 WARM_UPS, REQUESTS = 2, 5
 IDLE_TIME = 3.0
-"""Seconds without a request; periodic work runs at least once a second."""
+"""Seconds without requests; periodic work runs at least once a second."""
 RECORDER = '''
 import json, os, socket, sys, threading
 
@@ -45,7 +45,7 @@ def profile(frame, event, argument):
 
 
 def answer():
-    """For each connection: the functions that have been called since the one before."""
+    """Send to each connection the functions called since the connection before."""
     while True:
         connection, _ = listener.accept()
         known = list(called)
@@ -65,30 +65,29 @@ if name:
 '''
 
 Called = dict[str, set[str]]
-"""File, relative to the package → names of its functions that were called."""
-PAGE = ROOT / "docs/architecture.md"
+"""Names of the called functions by file, relative to the package."""
+PAGE = ROOT / "docs/architecture/request.md"
 BEGIN, END = "<!-- The list is made by python tests/support/request_path.py -->", "<!-- End of the list -->"
 
 
 def streamed_chat() -> dict[str, Called]:
-    """What runs of each process, ``api`` and ``engine``, for one streamed chat."""
+    """Functions called for one streaming chat, by process: ``api`` and ``engine``."""
     with tempfile.TemporaryDirectory() as folder:
         recorder = RECORDER.format(folder=folder, package=str(PACKAGE), processes=PROCESSES)
         (Path(folder) / "sitecustomize.py").write_text(recorder)
         with Served(environment={"PYTHONPATH": folder}) as server:
             for number in range(WARM_UPS):
-                _ask(server, number)
-            recorded = [
-                _record(Path(folder), partial(_ask, server, number)) for number in range(WARM_UPS, WARM_UPS + REQUESTS)
-            ]
+                _send_chat(server, number)
+            numbers = range(WARM_UPS, WARM_UPS + REQUESTS)
+            recorded = [_record(Path(folder), partial(_send_chat, server, number)) for number in numbers]
             idle = _record(Path(folder), partial(time.sleep, IDLE_TIME))
     return {name: _files(set.intersection(*(each[name] for each in recorded)), idle[name]) for name in PROCESSES}
 
 
 def _record(folder: Path, action: Callable[[], None]) -> dict[str, set[tuple[str, str]]]:
-    """The functions of each process that are called during ``action``."""
+    """Functions called during ``action``, by process."""
     for name in PROCESSES:
-        _called(folder / name)
+        _called(folder / name)  # forget the functions called before
     action()
     return {name: _called(folder / name) for name in PROCESSES}
 
@@ -99,25 +98,25 @@ def _called(address: Path) -> set[tuple[str, str]]:
         return {(path, name) for path, name in json.load(connection.makefile())}
 
 
-def _ask(server: Served, number: int) -> None:
+def _send_chat(server: Served, number: int) -> None:
     messages = [{"role": "user", "content": f"What is {number} plus {number}?"}]
     body = {"model": server.name, "messages": messages, "stream": True, "temperature": 0, "max_tokens": 16}
-    answer = httpx.post(f"{server.url}/chat/completions", json=body)
-    assert answer.is_success and answer.text.endswith("data: [DONE]\n\n"), answer.text
+    response = httpx.post(f"{server.url}/chat/completions", json=body)
+    assert response.is_success and response.text.endswith("data: [DONE]\n\n"), response.text
 
 
 def _files(called: set[tuple[str, str]], idle: set[tuple[str, str]]) -> Called:
     files: Called = {}
-    of_requests = {path for path, _ in called - idle}
+    request_files = {path for path, _ in called - idle}
     for path, name in called:
-        if path in of_requests:
+        if path in request_files:
             function = re.split(r"\.<locals>|\.?<", name)[0]
             files.setdefault(Path(path).relative_to(PACKAGE).as_posix(), set()).add(function or "(module)")
     return dict(sorted(files.items()))
 
 
 def report(processes: dict[str, Called]) -> Iterator[str]:
-    """The files and functions of each process, and the totals, as lines."""
+    """Lines with the files and functions of each process, and totals."""
     for name, files in processes.items():
         yield f"{name}: {len(files)} files, {sum(map(len, files.values()))} functions"
         for path, functions in files.items():
@@ -127,7 +126,7 @@ def report(processes: dict[str, Called]) -> Iterator[str]:
 
 
 def page_with(processes: dict[str, Called]) -> str:
-    """docs/architecture.md with the list of these files."""
+    """Text of docs/architecture/request.md with the list of these files."""
     page = PAGE.read_text(encoding="utf-8")
     before, _, rest = page.partition(f"{BEGIN}\n")
     _, _, after = rest.partition(END)

@@ -1,4 +1,4 @@
-"""Rotary positions of ``config.json`` in all spellings, drawn at random, and what transformers makes of them."""
+"""Random RoPE settings of ``config.json`` in all spellings, and the tables that transformers computes for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from config_classes import class_of
 from torch import Tensor
 
 LENGTH = 96
-"""Positions of a sequence."""
+"""Number of positions in the tables."""
 SIZES = {
     **{"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4},
     **{"num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0},
@@ -37,12 +37,12 @@ CLASSES: dict[str, dict[str, Any]] = {
         **{"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
     },
 }
-"""Fields besides ``SIZES`` by ``model_type``."""
+"""Additional fields by ``model_type``."""
 KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "mrope", "unheard-of", None)
 
 
 def draw(model_type: str, rng: Random) -> dict[str, Any]:
-    """A ``config.json``."""
+    """A random ``config.json`` of a model type."""
     config: dict[str, Any] = {**SIZES, **CLASSES[model_type], "model_type": model_type}
     places = rng.choice((("rope_parameters",), ("rope_scaling",), ("rope_parameters", "rope_scaling"), ()))
     for place in places:
@@ -89,40 +89,40 @@ def _object(model_type: str, rng: Random) -> dict[str, Any]:
     ):
         if rng.random() < share:
             given[name] = rng.choice(values)
-    if model_type == "phi3" and kind != "longrope":  # of which the library also checks lists that nothing reads
+    if model_type == "phi3" and kind != "longrope":  # transformers validates Phi-3's factor lists even if unused
         given = {name: value for name, value in given.items() if not isinstance(value, list)}
     return given
 
 
 class Refused(Exception):
-    """Transformers computes nothing of a configuration."""
+    """transformers does not support a configuration."""
 
 
 def library_tables(config: dict[str, Any]) -> dict[str, tuple[Tensor, Tensor, int]]:
-    """Cosines and sines by kind of layer, one for each pair of a head's numbers, and how many numbers are rotated.
+    """RoPE tables of transformers by layer type: cosines and sines, ``[positions, rotary_dim / 2]``, and rotary_dim.
 
-    Raises ``Refused`` where transformers makes none.
+    Raises ``Refused`` if transformers computes none.
     """
     model_type = config["model_type"]
     try:
-        made = class_of(model_type).from_dict(config)
+        parsed = class_of(model_type).from_dict(config)
         folder = model_type.removesuffix("_text")
         module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
-        (found,) = (each for name, each in vars(module).items() if name.endswith("RotaryEmbedding"))
-        rotary = found(made)
+        (rotary_class,) = (each for name, each in vars(module).items() if name.endswith("RotaryEmbedding"))
+        rotary = rotary_class(parsed)
         positions = torch.arange(LENGTH)[None]
         x = torch.zeros(1, 1, 1)
         if isinstance(rotary.rope_type, dict):
-            given = {kind: rotary(x, positions, layer_type=kind) for kind in rotary.rope_type}
+            outputs = {kind: rotary(x, positions, layer_type=kind) for kind in rotary.rope_type}
         else:
-            given = {"": rotary(x, positions)}
+            outputs = {"": rotary(x, positions)}
     except Exception as error:
         raise Refused(f"{type(error).__name__}: {error}") from error
-    head_dim = made.qk_rope_head_dim if model_type == "deepseek_v3" else getattr(made, "head_dim", None) or 16
+    head_dim = parsed.qk_rope_head_dim if model_type == "deepseek_v3" else getattr(parsed, "head_dim", None) or 16
     tables = {}
-    for kind, (cos, sin) in given.items():
-        half = cos.shape[-1] // (1 if model_type == "gpt_oss" else 2)  # the others repeat it for both halves
+    for kind, (cos, sin) in outputs.items():
+        half = cos.shape[-1] // (1 if model_type == "gpt_oss" else 2)  # other models have it twice, for both halves
         if 2 * half != head_dim and model_type not in ("glm", "glm4_moe", "minimax_m2", "phi3"):
-            raise Refused("the table is narrower than the heads that it is multiplied by")
+            raise Refused("the table is narrower than the heads")
         tables[kind] = cos[0, :, :half], sin[0, :, :half], 2 * half
     return tables

@@ -1,4 +1,4 @@
-"""``python sanitized.py FOLDER TESTS``: run tests with the package in a folder, not with the one that is installed."""
+"""``python sanitized.py FOLDER TESTS``: run tests with the package in a folder instead of the installed one."""
 
 import sys
 
@@ -14,5 +14,5 @@ if __name__ == "__main__":
     from penstock.ops import pages
 
     assert folder in pages.__file__, pages.__file__
-    pages.zeros = lambda size, huge=False: torch.zeros(size, dtype=torch.uint8)  # with borders that are watched
+    pages.zeros = lambda size, huge=False: torch.zeros(size, dtype=torch.uint8)  # malloc, whose bounds ASan checks
     sys.exit(pytest.main(["-p", "no:cacheprovider", *tests]))

@@ -1,6 +1,6 @@
-"""A server in the test's own event loop whose engine answers by a script: it decides which tokens come in one step.
+"""A server in the test's event loop with an engine that returns scripted tokens in scripted steps.
 
-Everything above the engine is the real server: HTTP, dialects, chat template, tokenizer, parsers.
+HTTP, dialects, chat template, tokenizer and parsers are those of the real server.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def clear_registry() -> None:
 
 
 class ScriptedEngines(EnginePool):
-    """Answers each request with ``steps``, the tokens of each step, and ``finished``."""
+    """Engine pool that answers each request with the token ids of ``steps`` and the finish reason ``finished``."""
 
     def __init__(self, gateway: Gateway) -> None:
         super().__init__((), lambda deltas, version: None, lambda failure, lost: None, dict, lambda ids: None, 0)
@@ -70,7 +70,7 @@ class ScriptedEngines(EnginePool):
             if inbox is None:  # the client has left
                 return
             self._gateway._on_deltas([delta], "")
-            while inbox.size and name in self._gateway._open:  # until the step is read by itself
+            while inbox.size and name in self._gateway._open:  # until the step is read, so that steps are not joined
                 await asyncio.sleep(0)
 
     def release(self, request_id: str, abort: bool) -> None: ...
@@ -80,7 +80,7 @@ class ScriptedEngines(EnginePool):
 
 
 class ScriptedServer:
-    """The server: ``http``, ``openai`` and ``anthropic`` are its clients, ``engines`` has the script."""
+    """The server with its clients ``http``, ``openai`` and ``anthropic``, and its engine pool ``engines``."""
 
     def __init__(self, model: str, options: ModelOptions, server_options: ServerOptions) -> None:
         clear_registry()
@@ -94,7 +94,7 @@ class ScriptedServer:
         self.body_memory = served_models.body_memory
         self._gateway = gateway
         self.thinking = self.hide_reasoning = self.single_tool_call = False
-        """What a test's requests ask for: thinking, none of it in the answer, one tool call at most."""
+        """Options of a test's requests: enable reasoning, omit it from the response, at most one tool call."""
         repository = ModelRepository(served_models, ModelManager(served_models, io.BytesIO()))
         storage = open_storage(Configuration(server=server_options), served_models)
         app: Any = build(served_models, repository, storage=storage)
@@ -105,7 +105,7 @@ class ScriptedServer:
         self.anthropic = anthropic.AsyncAnthropic(base_url="http://scripted", api_key="none", http_client=http2)
 
     def say(self, *steps: str, finished: FinishReason = FinishReason.STOP) -> None:
-        """Answer with these texts, one in each step."""
+        """Answer the next requests with these texts, one per step."""
         self.engines.steps, self.engines.finished = [self.encode(step) for step in steps], finished
 
     @property

@@ -1,9 +1,9 @@
-"""A checkpoint that answers by a script, whatever it is asked: each call of a tool brings it to its next reply.
+"""A checkpoint with scripted replies, whatever the prompt: it gives the next reply after each tool result.
 
-It shows what clients do with answers, tool calls in particular, which a model of random weights does not make. Its one
-layer adds nothing: the token before decides alone which follows. Pieces of the replies are tokens of their own, in a
-chain each; the prompt's last token is the chain's first, chosen by the template after how many results of tools have
-come since the last question.
+It tests how clients handle replies, tool calls in particular, which a model of random weights does not produce. Its
+layer adds nothing, so the next token depends only on the last one. The chunks of each reply are added tokens that form
+a chain. The chat template ends the prompt with the first token of a chain, chosen by the number of tool results since
+the last user message.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ To call one: <tool_call>
 
 
 def tool_call(name: str, **arguments: Any) -> str:
-    """A reply, or part of one, that calls a tool."""
+    """Text of a tool call, as a reply or part of one."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
@@ -55,16 +55,17 @@ def scripted_model(folder: Path, *replies: str, max_model_len: int = 1 << 18) ->
     """Write the checkpoint.
 
     Args:
-        replies: in ASCII; the first answers a question, the next ones the results of tools, the last one all others.
+        replies: replies in ASCII: the first to a user message, the next ones to tool results, the last to all further
+            tool results.
     """
     tokenizer = PreTrainedTokenizerFast.from_pretrained(demo.CHAT)
     end = int(tokenizer.eos_token_id)
     seen: set[str] = set(tokenizer.get_vocab())
     chains: list[list[int]] = []
     for number, reply in enumerate(replies):
-        chain = [f"<|reply_{number}|>", *_pieces(reply, seen)]
+        chain = [f"<|reply_{number}|>", *_chunks(reply, seen)]
         tokenizer.add_tokens([AddedToken(chain[0], special=True, normalized=False)])
-        tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in chain[1:]])
+        tokenizer.add_tokens([AddedToken(chunk, normalized=False) for chunk in chain[1:]])
         chains.append([*tokenizer.convert_tokens_to_ids(chain), end])
     tokenizer.chat_template = TEMPLATE.replace("LAST", str(len(replies) - 1))
 
@@ -100,8 +101,8 @@ def scripted_model(folder: Path, *replies: str, max_model_len: int = 1 << 18) ->
     return folder
 
 
-def _pieces(text: str, seen: set[str]) -> Iterator[str]:
-    """Pieces of a text, none of which is a token already."""
+def _chunks(text: str, seen: set[str]) -> Iterator[str]:
+    """Split a text into chunks that are not tokens yet, and add them to ``seen``."""
     begin = 0
     while begin < len(text):
         end = begin + 6

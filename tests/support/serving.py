@@ -1,4 +1,4 @@
-"""``penstock serve`` as people run it: a process of its own, its log, and nothing left of it at the end."""
+"""Run ``penstock serve`` as a separate process, with its log, and other commands in this process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MODULES = {
 
 
 CERTIFICATES = ssl.create_default_context()
-"""The machine's, read once: each client of httpx, as OpenAI's and Anthropic's are, would take 30 ms to read them."""
+"""The system's certificates, loaded once: otherwise each httpx client (OpenAI's and Anthropic's, too) takes 30 ms."""
 for call in (
     *(httpx.request, httpx.stream, httpx.get, httpx.options, httpx.head, httpx.post, httpx.put, httpx.delete),
     *(httpx.Client.__init__, httpx.AsyncClient.__init__),
@@ -49,21 +49,21 @@ for call in (
 
 
 class LoggedProcess:
-    """A process whose log is read, line by line, while it runs."""
+    """A process whose log is read line by line while it runs."""
 
     log_timeout = 60.0
-    """Seconds that ``find`` waits where nothing else is said."""
+    """Seconds that ``find`` waits by default."""
 
     def __init__(self, log: IO[bytes]) -> None:
         self.lines: list[str] = []
-        """What all its processes have written there."""
+        """Log lines of all its processes so far."""
         self._log = log
         self._more = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def find(self, pattern: str, after: int = 0, limit: float | None = None) -> re.Match[str]:
-        """Wait until a line of the log has ``pattern``, from line ``after`` on."""
+        """Wait until a log line matches ``pattern``, from line number ``after`` on, for at most ``limit`` seconds."""
         deadline = time.monotonic() + (self.log_timeout if limit is None else limit)
         with self._more:
             while True:
@@ -72,10 +72,10 @@ class LoggedProcess:
                         return found
                 after = max(after, len(self.lines))
                 if not self._reader.is_alive() or not self._more.wait(max(0.0, deadline - time.monotonic())):
-                    raise AssertionError("\n".join([f"no line has {pattern!r}:", *self.lines[-80:]]))
+                    raise AssertionError("\n".join([f"no line matches {pattern!r}:", *self.lines[-80:]]))
 
     def close_log(self) -> None:
-        """After the process has ended."""
+        """Read the rest of the log of an ended process, and close it."""
         self._reader.join(10)
         self._log.close()
 
@@ -89,12 +89,13 @@ class LoggedProcess:
 
 
 class Served(LoggedProcess):
-    """A server on a free port. Leaving stops it with SIGTERM: then its status is 0 and no process is left of it.
+    """A server on a free port. At the end of the context it gets SIGTERM, and must exit with status 0 and leave no
+    process.
 
     Args:
-        arguments: of ``penstock serve``.
-        environment: what is added to this process's own.
-        command: in place of ``penstock serve``.
+        arguments: arguments of ``penstock serve``.
+        environment: additional environment variables.
+        command: command to run instead of ``penstock serve``.
     """
 
     def __init__(
@@ -105,35 +106,35 @@ class Served(LoggedProcess):
             command, stderr=subprocess.PIPE, env={**os.environ, **(environment or {})}, start_new_session=True
         )
         self.pid = self._process.pid
-        """The supervisor's."""
+        """Process id of the supervisor."""
         assert self._process.stderr is not None
         super().__init__(self._process.stderr)
 
     def __enter__(self) -> Self:
         try:
             self.start()
-            self._welcome()
+            self._wait_ready()
         except BaseException:
             self.kill()
             raise
         return self
 
     def start(self) -> None:
-        """Wait until it says that it is ready."""
+        """Wait until the log reports that the server is ready."""
         self.name, self.url = self.find(READY, limit=START_TIMEOUT).groups()
 
-    def _welcome(self) -> None:
-        """Wait until ``/ready`` says so, too, in every process: connections go to any."""
+    def _wait_ready(self) -> None:
+        """Wait until ``/ready`` succeeds several times in a row: a connection may reach any API process."""
         context = ssl._create_unverified_context()
-        deadline, good = time.monotonic() + START_TIMEOUT, 0
-        while good < 4 * len(self.pids["api"]):
+        deadline, successes = time.monotonic() + START_TIMEOUT, 0
+        while successes < 4 * len(self.pids["api"]):
             try:
                 urllib.request.urlopen(f"{self.root}/ready", context=context).close()
-                good += 1
+                successes += 1
             except urllib.error.HTTPError as error:
                 assert error.code == 503, error
                 assert time.monotonic() < deadline, "\n".join(self.lines[-50:])
-                good = 0
+                successes = 0
                 time.sleep(0.02)
 
     def __exit__(
@@ -152,49 +153,49 @@ class Served(LoggedProcess):
 
     @property
     def root(self) -> str:
-        """The address without ``/v1``."""
+        """URL without ``/v1``."""
         return self.url.removesuffix("/v1")
 
     @property
     def pids(self) -> dict[str, list[int]]:
-        """The processes that run now: ``engine``, ``api``, ``tokenizer`` and ``template``."""
+        """Ids of the running processes by kind: ``engine``, ``api``, ``tokenizer`` and ``template``."""
         found: dict[str, list[int]] = {kind: [] for kind in MODULES.values()}
         for pid in processes(self.pid):
-            for word in _file(pid, "cmdline").split("\0"):
-                if word in MODULES:
-                    found[MODULES[word]].append(pid)
+            for argument in _file(pid, "cmdline").split("\0"):
+                if argument in MODULES:
+                    found[MODULES[argument]].append(pid)
         return found
 
     def terminate(self) -> None:
         self._process.send_signal(signal.SIGTERM)
 
     def interrupt(self, module: str) -> None:
-        """Press Ctrl-C as soon as a process runs this module: the signal goes to the whole group in the foreground."""
+        """Send SIGINT to the process group, as Ctrl-C does, as soon as a process runs this module."""
         deadline = time.monotonic() + 60
         while not any(module in _file(pid, "cmdline").split("\0") for pid in descendants(self.pid)):
-            assert time.monotonic() < deadline, f"{module} does not run"
+            assert time.monotonic() < deadline, f"no process runs {module}"
         os.killpg(self.pid, signal.SIGINT)
 
     def ended(self, limit: float = STOP_TIMEOUT) -> int:
-        """Wait for its end; its exit status. No process may be left of it."""
+        """Wait for the end of the server, and return its exit status. Asserts that all its processes end."""
         status = self._process.wait(limit)
         deadline = time.monotonic() + STOP_TIMEOUT
         while (left := processes(self.pid)) and time.monotonic() < deadline:
-            time.sleep(0.01)  # whose parent was killed die by themselves, and tell nobody
+            time.sleep(0.01)  # processes whose parent was killed end a little later
         assert not left, [_file(pid, "cmdline") for pid in left]
         return status
 
     def kill(self) -> None:
-        """End whatever is still there."""
+        """Kill all processes that are left."""
         for pid in processes(self.pid):
-            with suppress(ProcessLookupError):  # it has ended with its parent
+            with suppress(ProcessLookupError):  # it ended with its parent
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()
         self.close_log()
 
 
 class CommandResult(NamedTuple):
-    """What a command said."""
+    """Exit status and output of a command."""
 
     returncode: object
     stdout: str
@@ -202,8 +203,8 @@ class CommandResult(NamedTuple):
 
 
 def run_in_process(command: Callable[[list[str]], int], *arguments: str) -> CommandResult:
-    """Run a command within this process, whose logging stays as it was; a process of its own would first import, in a
-    quarter of a second, what is here already."""
+    """Run a command in this process, and restore the logging configuration. A new process would take 0.25 s to import
+    the package."""
     root, out, err = logging.getLogger(), io.StringIO(), io.StringIO()
     handlers, level = root.handlers, root.level
     root.handlers = []
@@ -219,17 +220,17 @@ def run_in_process(command: Callable[[list[str]], int], *arguments: str) -> Comm
 
 
 def usage_error(*arguments: str) -> str:
-    """What ``penstock serve`` says where something is wrong that it finds before it starts any process."""
-    said = run_in_process(main, "serve", *arguments)
-    assert said.returncode == 2, said
-    return said.stderr
+    """Error message of ``penstock serve`` for arguments that it refuses before it starts any process."""
+    result = run_in_process(main, "serve", *arguments)
+    assert result.returncode == 2, result
+    return result.stderr
 
 
 class Servers:
-    """Servers that tests share, by their flags: one is started when it is first asked for, and goes on until ``close``.
+    """Servers shared by tests, by their options: each is started on first use, and runs until ``close``.
 
-    They are for tests that neither change its settings for good nor want counters at zero. Who ends one leaves the next
-    test that asks for it a new one.
+    Only for tests that restore all settings, and that do not need counters at zero. A server that a test has ended is
+    started again on its next use.
     """
 
     def __init__(self) -> None:
@@ -237,18 +238,18 @@ class Servers:
         self._stack = ExitStack()
 
     def get(self, *flags: str) -> Served:
-        """That of these flags of ``penstock serve``."""
+        """The server with these options of ``penstock serve``."""
         if flags not in self._running or not self._running[flags].running:
             self._running[flags] = self._stack.enter_context(Served(*flags))
         return self._running[flags]
 
     def close(self) -> None:
-        """End all of them, as ``Served`` does."""
+        """Stop all servers, with the checks of ``Served``."""
         self._stack.close()
 
 
 def processes(session: int) -> list[int]:
-    """Those of a session that live, in the order of their start: numbers begin anew at the largest."""
+    """Ids of the live processes of a session, by start time (ids wrap around)."""
     found = []
     for pid in [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]:
         fields = _file(pid, "stat").rpartition(")")[2].split()
@@ -258,23 +259,23 @@ def processes(session: int) -> list[int]:
 
 
 def children(pid: int) -> list[int]:
-    """Those that threads of a process have started."""
+    """Ids of the child processes of a process, of all its threads."""
     return [int(child) for task in _tasks(pid) for child in _file(pid, f"task/{task}/children").split()]
 
 
 def descendants(pid: int) -> list[int]:
     found = children(pid)
-    return [*found, *(one for child in found for one in descendants(child))]
+    return [*found, *(each for child in found for each in descendants(child))]
 
 
 def worker_pids(pid: int) -> dict[str, int]:
-    """Process id of each worker that a process has started or let start, by its name."""
+    """Ids of the worker processes among the descendants of a process, by name."""
     named = {_file(child, "comm").strip(): child for child in descendants(pid)}
     return {name: child for name, child in named.items() if name.startswith("penstock-rank")}
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this machine that nobody listens on, and that the system gives to nobody who does not ask for them."""
+    """Free TCP ports outside the ephemeral range."""
     ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     found: list[int] = []
     for port in random.sample(range(10_000, ephemeral), 200):
@@ -286,7 +287,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def count_files_and_threads(pid: int) -> tuple[int, int]:
-    """How many files and threads a process has."""
+    """Numbers of open files and of threads of a process."""
     folder = Path("/proc") / str(pid)
     return len(list((folder / "fd").iterdir())), len(list((folder / "task").iterdir()))
 

@@ -1,4 +1,4 @@
-"""A folder and a search path in which commands of other systems' documents run as they are printed."""
+"""A shell in which commands from the documentation of other systems run unmodified."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.cli.main import main
 
 
 def write_programs(folder: Path) -> Path:
-    """A folder for the search path, made here: ``python``, ``penstock``, and what ``penstock shims`` writes."""
+    """Create a folder for ``PATH`` with ``python``, ``penstock`` and the wrapper commands of ``penstock shims``."""
     assert main(["shims", str(folder)]) == 0
     calls = {"python": "", "python3": "", "penstock": "-m penstock.cli.main"}
     for name, call in calls.items():
@@ -23,10 +23,10 @@ def write_programs(folder: Path) -> Path:
 
 
 class Shell:
-    """Commands find ``python``, ``penstock`` and those that shims stand for.
+    """Runs Bash scripts with ``python``, ``penstock`` and the wrapper commands of ``penstock shims`` in ``PATH``.
 
     Args:
-        folder: where they run.
+        folder: working directory of the scripts.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -45,18 +45,18 @@ class Shell:
         )
 
     def output_of(self, script: str, **environment: str) -> str:
-        """What a script that succeeds prints."""
-        ran = self.run(script, **environment)
-        assert ran.returncode == 0, ran.stderr
-        return ran.stdout
+        """Run a script that must succeed; return its standard output."""
+        result = self.run(script, **environment)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
 
     def command(self, script: str) -> list[str]:
-        """For ``Served``, which adds a host and a port to the script's last command."""
+        """Command that runs a script, for ``Served``; arguments are added to the script's last command."""
         return ["bash", "-c", f'cd "{self.folder}"\n{script.rstrip()} "$@"', "bash"]
 
 
 def with_context_length(folder: Path, context: int) -> Path:
-    """The model in the box with a longer context, as documents ask for."""
+    """Create a folder with the built-in model and another ``max_position_embeddings``."""
     folder.mkdir()
     for file in demo.CHAT.iterdir():
         (folder / file.name).symlink_to(file)

@@ -1,4 +1,4 @@
-"""Random checkpoints of Whisper, as transformers writes them, and sounds."""
+"""Whisper checkpoints with random weights, and audio."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers import (
 
 RATE = 16_000
 SECONDS = 6
-"""Of a window, which is 30 of other models."""
+"""Length of a window, s. Published models have 30."""
 END = "<|endoftext|>"
 START = "<|startoftranscript|>"
 LANGUAGES = ("en", "de", "zh")
@@ -31,7 +31,12 @@ SPECIAL = [END, START, *(f"<|{name}|>" for name in (*LANGUAGES, *TASKS, "startof
 def save_random(
     folder: Path, seed: int = 3, bins: int = 80, tied: bool = True, english: bool = False
 ) -> WhisperForConditionalGeneration:
-    """Write a model with all the files of a checkpoint; every language and time is about as likely as another token."""
+    """Save a checkpoint with all its files. Language and timestamp tokens are about as likely as other tokens.
+
+    Args:
+        bins: number of mel bins.
+        english: save an English-only model.
+    """
     vocab = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -62,12 +67,12 @@ def save_random(
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, 1.0 if name.endswith("layer_norm.weight") else 0.0, 0.2)
-    many = {
+    multilingual = {
         "is_multilingual": True,
         "lang_to_id": {f"<|{name}|>": ids[f"<|{name}|>"] for name in LANGUAGES},
         "task_to_id": {name: ids[f"<|{name}|>"] for name in TASKS},
     }
-    model.model.decoder.embed_tokens.weight.data[ids[END]] *= 0.2  # transcripts are long
+    model.model.decoder.embed_tokens.weight.data[ids[END]] *= 0.2  # makes transcripts long
     model.generation_config = GenerationConfig(
         decoder_start_token_id=ids[START],
         no_timestamps_token_id=ids["<|notimestamps|>"],
@@ -78,7 +83,7 @@ def save_random(
         max_length=64,
         alignment_heads=ALIGNMENT_HEADS,
         **ends,
-        **({"is_multilingual": False} if english else many),
+        **({"is_multilingual": False} if english else multilingual),
     )
     model.save_pretrained(folder)
     WhisperFeatureExtractor(feature_size=bins, chunk_length=SECONDS).save_pretrained(folder)
@@ -86,7 +91,7 @@ def save_random(
 
 
 def sound(seconds: float, seed: int = 0) -> np.ndarray:
-    """Tones and noise, ``[samples]`` float32, as 16 bits hold them."""
+    """Tones and noise, ``[samples]`` float32 with values of 16-bit audio."""
     rng, time = np.random.default_rng(seed), np.arange(int(RATE * seconds)) / RATE
     pitch = rng.uniform(100, 2000, int(seconds * 2) + 1)[(time * 2).astype(int)]
     samples = 0.3 * np.sin(2 * np.pi * pitch * time) * np.sin(3 * time) + 0.05 * rng.normal(size=len(time))
@@ -94,7 +99,7 @@ def sound(seconds: float, seed: int = 0) -> np.ndarray:
 
 
 def wav(samples: np.ndarray, rate: int = RATE, channels: int = 1) -> bytes:
-    """A WAV file of 16 bits, the same in all channels."""
+    """A 16-bit WAV file with the same samples in all channels."""
     file = io.BytesIO()
     with wave.open(file, "wb") as writer:
         writer.setnchannels(channels)

@@ -1,4 +1,4 @@
-"""A terminal with a command in it, and its screen as an SVG picture for the documents."""
+"""Run a command in a terminal, and render its screen as SVG for the documentation."""
 
 from __future__ import annotations
 
@@ -34,37 +34,37 @@ COLOURS = {
 
 
 class Terminal:
-    """A terminal of some size with a command in it."""
+    """A terminal of the given size that runs a command."""
 
     def __init__(self, *command: str, columns: int, lines: int, folder: Path) -> None:
         self.screen = pyte.Screen(columns, lines)
         self._stream = pyte.ByteStream(self.screen)
-        self._terminal, theirs = pty.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+        self._terminal, child = pty.openpty()
+        fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         environment = {
             name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")
         }
         self._process = subprocess.Popen(
             command,
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
+            stdin=child,
+            stdout=child,
+            stderr=child,
             env=environment | {"TERM": "xterm-256color", "XDG_STATE_HOME": str(folder), "PYTHONIOENCODING": "utf-8"},
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
-        os.close(theirs)
+        os.close(child)
 
     def type(self, text: str) -> None:
         os.write(self._terminal, text.encode())
 
-    def wait_for(self, wanted: Callable[[str], bool]) -> str:
-        """Wait until the screen is so; what is on it."""
+    def wait_for(self, condition: Callable[[str], bool]) -> str:
+        """Wait until ``condition`` holds for the text of the screen; return that text."""
         deadline = time.monotonic() + 60
-        while not wanted(shown := "\n".join(self.screen.display)):
-            assert select.select([self._terminal], [], [], deadline - time.monotonic())[0], shown
+        while not condition(text := "\n".join(self.screen.display)):
+            assert select.select([self._terminal], [], [], deadline - time.monotonic())[0], text
             self._stream.feed(os.read(self._terminal, 1 << 16))
-        return shown
+        return text
 
     def close(self) -> None:
         self._process.kill()
@@ -73,7 +73,7 @@ class Terminal:
 
 
 def render_svg(screen: pyte.Screen) -> str:
-    """What is on it, with colours and bold letters, without empty lines at its end."""
+    """The text of a screen as SVG, with colours and bold letters, without trailing empty lines."""
     rows = len("\n".join(screen.display).rstrip().splitlines())
     width, height = screen.columns * WIDTH + 2 * MARGIN, rows * HEIGHT + 2 * MARGIN
     parts = [
@@ -95,9 +95,9 @@ def _run(text: str, row: int, column: int, colour: str, bold: bool, reverse: boo
     fill = COLOURS.get(colour) or (FOREGROUND if colour == "default" else f"#{colour}")
     x, y = MARGIN + column * WIDTH, MARGIN + (row + 0.75) * HEIGHT
     weight = ' font-weight="bold"' if bold else ""
-    behind = ""
+    background = ""
     if reverse:
-        behind = f'<rect x="{x:.1f}" y="{y - 0.75 * HEIGHT:.1f}" width="{len(text) * WIDTH:.1f}" height="{HEIGHT}" '
-        behind, fill = behind + f'fill="{fill}"/>', BACKGROUND
-    place = f'x="{x:.1f}" y="{y:.1f}" textLength="{len(text) * WIDTH:.1f}"'
-    return f'{behind}<text {place} fill="{fill}"{weight} xml:space="preserve">{escape(text)}</text>'
+        position = f'x="{x:.1f}" y="{y - 0.75 * HEIGHT:.1f}" width="{len(text) * WIDTH:.1f}" height="{HEIGHT}"'
+        background, fill = f'<rect {position} fill="{fill}"/>', BACKGROUND
+    position = f'x="{x:.1f}" y="{y:.1f}" textLength="{len(text) * WIDTH:.1f}"'
+    return f'{background}<text {position} fill="{fill}"{weight} xml:space="preserve">{escape(text)}</text>'

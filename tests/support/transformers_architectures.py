@@ -1,6 +1,6 @@
-"""Tiny checkpoints of every causal language model of transformers, and what becomes of each under ``model_impl``.
+"""Tiny checkpoints of every causal language model of transformers, run with ``model_impl="transformers"``.
 
-``python tests/support/transformers_architectures.py`` writes the table of docs/transformers.md anew.
+``python tests/support/transformers_architectures.py`` updates the table of docs/transformers.md.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ SIZES: dict[str, Any] = SMALL | {
     "vocab_size_per_layer_input": 300,
     "word_embed_proj_dim": 64,
 }
-"""Sizes, of which each configuration takes what it knows."""
+"""Sizes; each configuration class gets those that it defines."""
 OTHER_SIZES: dict[str, dict[str, Any]] = {
     "CohereCompassForCausalLM": {"layer_types": ["full_attention"] * 3},
     "Gemma3nForCausalLM": {
@@ -90,18 +90,18 @@ MAX_PARAMETERS = 45_000_000
 
 
 class Outcome(NamedTuple):
-    """What became of an architecture."""
+    """Result of running an architecture."""
 
     runs: bool
-    why: str = ""
-    """Why it was refused."""
+    reason: str = ""
+    """Error message if it is not supported."""
     wrong_tokens: int = 0
     difference: float = 0.0
     """Largest difference of a log probability."""
 
 
 def architectures() -> dict[str, type[PreTrainedConfig]]:
-    """The causal language models of transformers, and the configuration of each."""
+    """Configuration class of each causal language model of transformers."""
     return {
         architecture: CONFIG_MAPPING[kind]
         for kind, architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
@@ -110,33 +110,33 @@ def architectures() -> dict[str, type[PreTrainedConfig]]:
 
 
 def tiny(architecture: str, **more: Any) -> PreTrainedConfig:
-    """A small configuration. Raises whatever the class raises where it takes none of the kind."""
-    own = getattr(transformers, architecture).config_class
-    if "text_config" in (own.sub_configs or {}):
-        return own(text_config=_sized(own.sub_configs["text_config"], more).to_dict())
-    return _sized(own, OTHER_SIZES.get(architecture, {}) | more)
+    """A small configuration. Raises the error of the class if it accepts none of the variants tried."""
+    kind = getattr(transformers, architecture).config_class
+    if "text_config" in (kind.sub_configs or {}):
+        return kind(text_config=_sized(kind.sub_configs["text_config"], more).to_dict())
+    return _sized(kind, OTHER_SIZES.get(architecture, {}) | more)
 
 
 def _sized(kind: type[PreTrainedConfig], more: Mapping[str, Any]) -> PreTrainedConfig:
     names = dict(kind.attribute_map)
     known = {name for each in kind.__mro__ for name in getattr(each, "__annotations__", {})}
     sizes = {names.get(name, name): value for name, value in SIZES.items() if names.get(name, name) in known}
-    if "kv_lora_rank" in known:  # latent attention, whose keys have sizes of their own, for every head
+    if "kv_lora_rank" in known:  # latent attention: separate key sizes, and as many key-value heads as heads
         sizes.pop("head_dim", None)
         sizes["num_key_value_heads"] = 4
     if "num_hidden_layers" in names and names["num_hidden_layers"] not in sizes:
         sizes[names["num_hidden_layers"]] = 3
     errors: list[Exception] = []
-    for left_out in ((), ("bos_token_id",), ("head_dim",), ("bos_token_id", "head_dim", "v_head_dim")):
+    for omitted in ((), ("bos_token_id",), ("head_dim",), ("bos_token_id", "head_dim", "v_head_dim")):
         try:
-            return kind(**{name: value for name, value in sizes.items() if name not in left_out} | dict(more))
+            return kind(**{name: value for name, value in sizes.items() if name not in omitted} | dict(more))
         except Exception as error:
             errors.append(error)
     raise errors[0]
 
 
 def save(architecture: str, config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
-    """A checkpoint of random weights, and the model as transformers reads it."""
+    """Write a checkpoint of random weights; return the model as loaded by transformers."""
     kind = getattr(transformers, architecture)
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in kind(config).parameters())
@@ -167,48 +167,48 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 256,
     "block_size": 16,
     "max_num_batched_tokens": 50,
-    "num_gpu_blocks_override": 20,  # for two thirds of the prompts
+    "num_gpu_blocks_override": 20,  # enough for two thirds of the prompts at once
 }
 NEW_TOKENS = 8
 
 
 def compare(llm: LLM, model: PreTrainedModel, prompts: list[list[int]] = PROMPTS) -> Outcome:
-    """Prompts twice, in a batch, against the library's own ``generate`` and log probabilities, one at a time."""
+    """Compare a batch with every prompt twice with transformers' ``generate`` and log probabilities of each prompt."""
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, logprobs=2, ignore_eos=True)
     wrong, difference, twice = 0, 0.0, [*prompts, *prompts]
-    wanted = [generate(model, prompt) for prompt in prompts]
-    tables = [log_probabilities(model, prompt, tokens) for prompt, tokens in zip(prompts, wanted, strict=True)]
+    expected = [generate(model, prompt) for prompt in prompts]
+    tables = [log_probabilities(model, prompt, tokens) for prompt, tokens in zip(prompts, expected, strict=True)]
     for i, output in enumerate(llm.generate(twice, params, use_tqdm=False)):
-        made = output.outputs[0]
-        wrong += sum(a != b for a, b in zip(made.token_ids, wanted[i % len(prompts)], strict=True))
-        for row, position in zip(tables[i % len(prompts)], made.logprobs or [], strict=True):
+        completion = output.outputs[0]
+        wrong += sum(a != b for a, b in zip(completion.token_ids, expected[i % len(prompts)], strict=True))
+        for row, position in zip(tables[i % len(prompts)], completion.logprobs or [], strict=True):
             difference = max(difference, *(abs(found.logprob - row[i].item()) for i, found in position.items()))
     return Outcome(True, "", wrong, difference)
 
 
 @torch.inference_mode()
 def log_probabilities(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-    """Of the vocabulary at each of the tokens after a prompt, ``[tokens, vocabulary]``."""
+    """Log probabilities at each of the tokens after a prompt, ``[tokens, vocabulary]``."""
     logits = model(torch.tensor([prompt + tokens]), use_cache=False).logits[0]
     return logits[len(prompt) - 1 : -1].float().log_softmax(-1)
 
 
 @torch.inference_mode()
 def generate(model: PreTrainedModel, prompt: list[int]) -> list[int]:
-    """What the library generates; without its own KV cache where it fails with it."""
+    """Greedy tokens of transformers. Models whose ``generate`` fails run without its KV cache."""
     ids, options = torch.tensor([prompt]), {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     try:
-        whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, **options)
-    except (IndexError, RuntimeError, TypeError, ValueError):  # as of decoders without their encoder
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, **options)
+    except (IndexError, RuntimeError, TypeError, ValueError):  # such as decoders without their encoder
         for _ in range(NEW_TOKENS):
             ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
-        whole = ids
-    made: list[int] = whole[0, len(prompt) :].tolist()
-    return made
+        output = ids
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
 
 
 def outcome(architecture: str, folder: Path) -> Outcome | None:
-    """None where the architecture takes no small configuration."""
+    """Run a tiny model of an architecture; None if it accepts no small configuration."""
     try:
         model = save(architecture, tiny(architecture), folder)
     except Exception:
@@ -220,17 +220,18 @@ def outcome(architecture: str, folder: Path) -> Outcome | None:
     return compare(llm, model)
 
 
-def _refused(model: PreTrainedModel, why: str) -> Outcome | None:
-    """None where it is the configuration that does not work, in the library neither."""
+def _refused(model: PreTrainedModel, reason: str) -> Outcome | None:
+    """Outcome of an architecture that Penstock refuses; None if the configuration does not work in transformers
+    either."""
     try:
         model(torch.tensor([PROMPTS[1]]), use_cache=False)
     except Exception:
-        return Outcome(False, why) if why.startswith("it keeps more than keys and values") else None
-    return Outcome(False, why)
+        return Outcome(False, reason) if reason.startswith("it keeps more than keys and values") else None
+    return Outcome(False, reason)
 
 
 def rows() -> Iterator[str]:
-    """The rows of the table. Raises ``AssertionError`` for an architecture that answers wrongly."""
+    """Rows of the table. Raises ``AssertionError`` if an architecture computes wrong tokens or log probabilities."""
     for architecture in sorted(architectures(), key=str.lower):
         with tempfile.TemporaryDirectory() as folder:
             found = outcome(architecture, Path(folder))
@@ -241,11 +242,11 @@ def rows() -> Iterator[str]:
             assert found.difference < 5e-5, (architecture, found)
             yield f"| `{architecture}` | runs |\n"
         else:
-            yield f"| `{architecture}` | refused: {found.why} |\n"
+            yield f"| `{architecture}` | refused: {found.reason} |\n"
 
 
 def table() -> str:
-    """The table as the page has it."""
+    """The table in docs/transformers.md."""
     return PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
 
 
@@ -253,9 +254,9 @@ if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.disable(logging.WARNING)
-    made = "| architecture | |\n|---|---|\n"
+    text = "| architecture | |\n|---|---|\n"
     for row in rows():
         print(row, end="", file=sys.stderr, flush=True)
-        made += row
+        text += row
     before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(before + BEGIN + made + END + rest.partition(END)[2])
+    PAGE.write_text(before + BEGIN + text + END + rest.partition(END)[2])

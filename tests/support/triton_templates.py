@@ -1,6 +1,6 @@
-"""A model repository of Triton's as TensorRT-LLM's backend brings it, before its values are filled in.
+"""Templates of a Triton model repository, like those of TensorRT-LLM's backend before ``fill_template.py`` runs.
 
-Written after the names that the document's commands and NVIDIA's documentation have.
+The names are those of NVIDIA's documentation and its example commands.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ KEYS = {
         *("normalize_log_probs", "max_attention_window_size", "sink_token_length", "kv_cache_host_memory_bytes"),
     ],
 }
-"""By model, its parameters, and what the template calls their values where that is something else."""
-COUNTED = "instance_group [ { count: ${%s_instance_count} kind: KIND_CPU } ]"
+"""Parameters by model; ``parameter=variable`` if the template's variable has a different name."""
+INSTANCE_GROUP = "instance_group [ { count: ${%s_instance_count} kind: KIND_CPU } ]"
 
 
 def write_templates(folder: Path) -> Path:
-    """The repository, in a new folder."""
+    """Write the model repository to a new folder."""
     for model, text in TEMPLATES.items():
         lines = [text]
         if model in ("preprocessing", "postprocessing"):
-            lines.append(COUNTED % model)
+            lines.append(INSTANCE_GROUP % model)
         if model == "tensorrt_llm_bls":
-            lines.append(COUNTED % "bls")
+            lines.append(INSTANCE_GROUP % "bls")
         for key in KEYS[model]:
             name, _, value = key.partition("=")
             lines.append(f'parameters: {{ key: "{name}" value: {{ string_value: "${{{value or name}}}" }} }}')

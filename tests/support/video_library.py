@@ -1,5 +1,4 @@
-"""transformers' video processors, which call torchvision: it is not installed here, and PyTorch's operators, which it
-calls itself, stand for it."""
+"""transformers' video processors without torchvision: it is replaced by the PyTorch operators that it calls."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ def _normalize(image: Tensor, mean: Tensor, std: Tensor, inplace: bool) -> Tenso
 
 @contextmanager
 def library() -> Iterator[None]:
-    """While it lasts, the library's video processors work."""
+    """Let transformers' video processors work within the context."""
     names = "torchvision torchvision.transforms torchvision.transforms.v2 torchvision.transforms.v2.functional".split()
     functions: Any = ModuleType(names[-1])
     functions.resize, functions.normalize = _resize, _normalize
@@ -45,7 +44,7 @@ def library() -> Iterator[None]:
 
 
 def processor_of(model: PreTrainedModel) -> Any:
-    """The library's video processor of a model, within ``library``."""
+    """transformers' video processor of a model. Use it within ``library``."""
     from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
     from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
@@ -54,11 +53,11 @@ def processor_of(model: PreTrainedModel) -> Any:
 
 
 def process(model: PreTrainedModel, frames: Any, video_fps: float, **kwargs: Any) -> dict[str, Any]:
-    """What the library's processor makes of an array of frames."""
+    """Output of transformers' video processor for an array of frames."""
     with library():
         metadata = {"total_num_frames": len(frames), "fps": video_fps}
         processor = processor_of(model)
         if "num_frames" in kwargs:
             processor.fps = None
-        made = processor([torch.from_numpy(frames)], video_metadata=[metadata], return_metadata=True, **kwargs)
-    return dict(made)
+        output = processor([torch.from_numpy(frames)], video_metadata=[metadata], return_metadata=True, **kwargs)
+    return dict(output)

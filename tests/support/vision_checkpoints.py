@@ -1,4 +1,4 @@
-"""Small checkpoints of the families that see images by a vision transformer and a projector, and their processors."""
+"""Small checkpoints of vision-language families with a vision transformer and a projector, and their processors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImag
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 FIRST = 280
-"""Token of the first mark; those of bytes and some runs of line feeds come before."""
+"""Id of the first special token; tokens of bytes and of runs of line feeds have smaller ids."""
 EOS = FIRST
 RUNS = 4
 TEMPLATE = (
@@ -89,19 +89,20 @@ def draw_vision(rng: Random) -> dict[str, Any]:
 
 @dataclass
 class Family:
-    """What a test needs to know of a family."""
+    """A vision-language family."""
 
     marks: tuple[str, ...]
-    """Its own special tokens."""
+    """Special tokens of the family."""
     marker: str
-    """What the chat template writes for an image."""
+    """Text of an image in the chat template."""
     model: Callable[[Random | None], PreTrainedModel]
-    """Small, or drawn."""
+    """Creates a small model; with a ``Random``, of random sizes."""
     image_processor: Callable[[PreTrainedModel, dict[str, Any]], Any]
+    """Creates transformers' image processor of a model, with ``mm_processor_kwargs``."""
     inputs: Callable[[PreTrainedModel, Any, str, list[Image.Image], dict[str, Any]], dict[str, Any]]
-    """The library's inputs of a text with images: by model, tokenizer, and ``mm_processor_kwargs``."""
+    """transformers' model inputs for a model, tokenizer, text, images and ``mm_processor_kwargs``."""
     names: dict[str, str]
-    """Of tokens in the tokenizer's configuration."""
+    """Special tokens in the tokenizer's configuration, by name."""
     kwargs: tuple[dict[str, Any], ...]
     """``mm_processor_kwargs`` to test."""
 
@@ -150,11 +151,11 @@ PIXTRAL_MARKS = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
 
 
 def draw_layers(rng: Random | None, depth: int) -> Any:
-    """``vision_feature_layer``."""
+    """A value of ``vision_feature_layer``."""
     return rng.choice([-1, -2 if depth > 1 else -1, 1]) if rng else -1
 
 
-def mistral3(rng: Random | None = None, **of_text: Any) -> PreTrainedModel:
+def mistral3(rng: Random | None = None, **text_fields: Any) -> PreTrainedModel:
     text, vision, merge = TEXT | {"model_type": "mistral"}, VISION | {"model_type": "pixtral"}, 2
     if rng:
         text = draw_text(rng) | {"model_type": "mistral", "sliding_window": rng.choice([None, 24])}
@@ -162,7 +163,7 @@ def mistral3(rng: Random | None = None, **of_text: Any) -> PreTrainedModel:
         vision |= {"hidden_act": rng.choice(["gelu", "silu"]), "rope_parameters": draw_vision_rope(rng)}
     return Mistral3ForConditionalGeneration(
         Mistral3Config(
-            text_config=text | of_text,
+            text_config=text | text_fields,
             vision_config=vision,
             image_token_index=FIRST + 3,
             spatial_merge_size=merge,
@@ -196,14 +197,14 @@ def pixtral_processor(model: PreTrainedModel, kwargs: dict[str, Any]) -> Pixtral
 def pixtral_inputs(
     model: PreTrainedModel, tokenizer: Any, text: str, images: list[Image.Image], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """As ``PixtralProcessor``, which takes torchvision."""
-    seen = dict(pixtral_processor(model, kwargs)(images=images, return_tensors="pt")) if images else {}
-    first, *rest = text.split(PIXTRAL_MARKS[0])
-    for (height, width), part in zip(seen.get("image_sizes", []), rest, strict=True):
+    """Equivalent of ``PixtralProcessor``, which requires torchvision."""
+    pixels = dict(pixtral_processor(model, kwargs)(images=images, return_tensors="pt")) if images else {}
+    expanded, *rest = text.split(PIXTRAL_MARKS[0])
+    for (height, width), part in zip(pixels.get("image_sizes", []), rest, strict=True):
         rows, columns = height // pixtral_edge(model), width // pixtral_edge(model)
         lines = [PIXTRAL_MARKS[0] * columns] * rows
-        first += PIXTRAL_MARKS[1].join(lines) + PIXTRAL_MARKS[2] + part
-    return dict(tokenizer(first, return_tensors="pt")) | seen
+        expanded += PIXTRAL_MARKS[1].join(lines) + PIXTRAL_MARKS[2] + part
+    return dict(tokenizer(expanded, return_tensors="pt")) | pixels
 
 
 # --- LLaVA ------------------------------------------------------------------------------------------------------------
@@ -311,9 +312,9 @@ def onevision_processor(model: PreTrainedModel, kwargs: dict[str, Any]) -> Llava
 def onevision_inputs(
     model: PreTrainedModel, tokenizer: Any, text: str, images: list[Image.Image], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """As for a conversation, whose images transformers' chat template gives as a list of its own."""
+    """Equivalent of ``LlavaOnevisionProcessor`` for a conversation: its images are passed as a nested list."""
     config = model.config
-    seen = dict(onevision_processor(model, kwargs)([images], return_tensors="pt")) if images else {}
+    pixels = dict(onevision_processor(model, kwargs)([images], return_tensors="pt")) if images else {}
     processor = SimpleNamespace(
         num_image_tokens=(config.vision_config.image_size // config.vision_config.patch_size) ** 2,
         vision_feature_select_strategy=config.vision_feature_select_strategy,
@@ -323,10 +324,10 @@ def onevision_inputs(
     )
     for name in ("_get_number_of_features", "_get_unpadded_features"):
         setattr(processor, name, MethodType(getattr(LlavaOnevisionProcessor, name), processor))
-    first, *rest = text.split(LLAVA_MARKS[0])
+    expanded, *rest = text.split(LLAVA_MARKS[0])
     for number, part in enumerate(rest):
-        first += LlavaOnevisionProcessor.replace_image_token(processor, seen, number) + part
-    return dict(tokenizer(first, return_tensors="pt")) | seen
+        expanded += LlavaOnevisionProcessor.replace_image_token(processor, pixels, number) + part
+    return dict(tokenizer(expanded, return_tensors="pt")) | pixels
 
 
 # --- InternVL ---------------------------------------------------------------------------------------------------------
@@ -373,8 +374,8 @@ def internvl_processor(model: PreTrainedModel, kwargs: dict[str, Any]) -> GotOcr
 def internvl_inputs(
     model: PreTrainedModel, tokenizer: Any, text: str, images: list[Image.Image], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """As ``InternVLProcessor``, whose processor of videos takes torchvision."""
-    seen = dict(internvl_processor(model, kwargs)(images, return_tensors="pt")) if images else {}
+    """Equivalent of ``InternVLProcessor``, whose video processor requires torchvision."""
+    pixels = dict(internvl_processor(model, kwargs)(images, return_tensors="pt")) if images else {}
     names = INTERNVL_NAMES
     processor = SimpleNamespace(
         image_seq_length=model.config.image_seq_length,
@@ -382,11 +383,11 @@ def internvl_inputs(
         image_token=names["context_image_token"],
         end_image_token=names["end_image_token"],
     )
-    first, *rest = text.split(names["context_image_token"])
+    expanded, *rest = text.split(names["context_image_token"])
     for number, part in enumerate(rest):
-        first += InternVLProcessor.replace_image_token(processor, seen, number) + part
-    seen.pop("num_patches", None)
-    return dict(tokenizer(first, return_tensors="pt")) | seen
+        expanded += InternVLProcessor.replace_image_token(processor, pixels, number) + part
+    pixels.pop("num_patches", None)
+    return dict(tokenizer(expanded, return_tensors="pt")) | pixels
 
 
 SCAN = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 8}
@@ -458,15 +459,15 @@ FAMILIES = {
 
 
 def save(family: str, folder: Path, rng: Random | None = None) -> PreTrainedModel:
-    """A checkpoint with weights large enough that positions and pixels matter."""
+    """Save a checkpoint of random weights, large enough that positions and pixels matter."""
     model = FAMILIES[family].model(rng)
     generator = torch.Generator().manual_seed(0)
     for name, weight in model.named_parameters():
         std = 0.5 if name.endswith("bias") else 0.1 if "embed_tokens" in name else 1.2 / weight[0].numel() ** 0.5
         torch.nn.init.normal_(weight, std=std, generator=generator)
         if "norm" in name:
-            around = 0 if family == "gemma3" and ("language_model" in name or "soft_emb" in name) else 1
-            torch.nn.init.uniform_(weight, around - 0.5, around + 0.5, generator=generator)
+            mean = 0 if family == "gemma3" and ("language_model" in name or "soft_emb" in name) else 1
+            torch.nn.init.uniform_(weight, mean - 0.5, mean + 0.5, generator=generator)
     model.eval().save_pretrained(folder)
     FAMILIES[family].image_processor(model, {}).save_pretrained(folder)
     tokenizer_of(family).save_pretrained(folder)
@@ -474,8 +475,8 @@ def save(family: str, folder: Path, rng: Random | None = None) -> PreTrainedMode
 
 
 def tokenizer_of(family: str) -> PreTrainedTokenizerFast:
-    """Bytes, runs of line feeds, and the family's marks."""
-    given = FAMILIES[family]
+    """A tokenizer with tokens for bytes, runs of line feeds and the family's special tokens."""
+    spec = FAMILIES[family]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     runs = ["Ċ" * count for count in range(2, 2 + RUNS)]
     tokens = [*alphabet, *runs, *(f"<|unused{i}|>" for i in range(FIRST - len(alphabet) - RUNS))]
@@ -483,11 +484,11 @@ def tokenizer_of(family: str) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    marks = ("<eos>", "<turn>", "<end>", *given.marks)
+    marks = ("<eos>", "<turn>", "<end>", *spec.marks)
     tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<eos>",
-        chat_template=TEMPLATE.replace("MARK", given.marker),
-        extra_special_tokens=given.names,
+        chat_template=TEMPLATE.replace("MARK", spec.marker),
+        extra_special_tokens=spec.names,
     )

@@ -1,4 +1,4 @@
-"""Numbers and patterns of clients' texts: huge ones, other scripts' digits, line breaks at the end."""
+"""Clients' numbers, ids and names with huge values, non-ASCII digits or trailing line breaks: no internal error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FLAGS = ("--num-gpu-blocks-override", "400")
 
 
 def texts_in(node: ast.AST | None, constants: Mapping[str, str]) -> Iterator[str]:
-    """The text of a regular expression; of an f-string what follows its last value."""
+    """Texts of a regular expression; for an f-string, the part after its last value."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield node.value
     elif isinstance(node, ast.JoinedStr) and node.values and isinstance(node.values[-1], ast.Constant):
@@ -44,7 +44,7 @@ def texts_in(node: ast.AST | None, constants: Mapping[str, str]) -> Iterator[str
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """Every regular expression of the package that is used without MULTILINE, and where."""
+    """Regular expressions in the package used without MULTILINE, each with file and line."""
     texts = {path: path.read_text(encoding="utf-8") for path in sorted(SOURCE.rglob("*.py"))}
     used = re.compile(r"^import re\b|pattern=|^[A-Z_]+ = r\"", re.MULTILINE)
     trees = {path: ast.parse(text) for path, text in texts.items() if used.search(text)}
@@ -66,14 +66,14 @@ def expressions() -> Iterator[tuple[str, str]]:
             ):
                 given = call.args[0] if call.args else None
             else:
-                given = next((word.value for word in call.keywords if word.arg == "pattern"), None)
+                given = next((keyword.value for keyword in call.keywords if keyword.arg == "pattern"), None)
             if given is not None and "MULTILINE" not in ast.unparse(call):
                 for text in texts_in(given, constants):
                     yield text, f"{path.relative_to(SOURCE)}:{call.lineno}"
 
 
 def accepts_line_break(items: Any) -> bool:
-    """Whether a parsed expression has a ``$`` that a line break may follow: one without ``(?!\\n)`` after it."""
+    """Return True if an expression has a ``$`` without ``(?!\\n)`` after it, which matches before a line break."""
     items = list(items)
     for i, (kind, value) in enumerate(items):
         if kind is regular.AT and value is regular.AT_END:
@@ -84,21 +84,21 @@ def accepts_line_break(items: Any) -> bool:
             if isinstance(inner, regular.SubPattern) and accepts_line_break(inner):
                 return True
             if isinstance(inner, list) and any(
-                isinstance(one, regular.SubPattern) and accepts_line_break(one) for one in inner
+                isinstance(item, regular.SubPattern) and accepts_line_break(item) for item in inner
             ):
                 return True
     return False
 
 
 def test_no_regular_expression_accepts_a_line_break_at_its_end() -> None:
-    """``$`` matches before a line break at the end, which then ends up in headers and logs."""
-    found = list(expressions())
-    assert len(found) > 80
+    """``$`` matches before a trailing line break, which would then get into headers and logs."""
+    scanned = list(expressions())
+    assert len(scanned) > 80
     wrong = []
-    for text, where in found:
+    for text, where in scanned:
         try:
             parsed = regular.parse(text)
-        except re.error:  # of another syntax than Python's, or part of an expression
+        except re.error:  # not Python's syntax, or only part of an expression
             if text.endswith("$") and not text.endswith("\\$"):
                 wrong.append((where, text))
             continue
@@ -108,19 +108,21 @@ def test_no_regular_expression_accepts_a_line_break_at_its_end() -> None:
 
 
 @pytest.mark.parametrize("expression", ["a$", "(a|b$)", "a(?:$|b)", "$", "(?=a$)", "a$|b"])
-def test_scan_finds_such_expressions(expression: str) -> None:
+def test_scan_reports_dollar_in_every_position(expression: str) -> None:
     assert accepts_line_break(regular.parse(expression))
 
 
-def test_digits_of_clients_are_read_by_one_function() -> None:
-    """``isdecimal`` and ``isdigit`` accept what ``int`` refuses, and other scripts' digits."""
+def test_client_numbers_are_parsed_only_by_read_decimal() -> None:
+    """``isdecimal`` and ``isdigit`` accept digits of other scripts and texts that ``int`` refuses."""
     found = [
         str(path.relative_to(SOURCE))
         for folder in ("serve", "cluster", "frontend", "tracing")
         for path in sorted((SOURCE / folder).rglob("*.py"))
         if re.search(r"\.is(decimal|digit|numeric)\b", path.read_text(encoding="utf-8"))
     ]
-    assert set(found) <= {"serve/http/body.py"}, "whose Content-Length has at most 18 ASCII digits"
+    assert set(found) <= {"serve/http/body.py"}, (
+        "use read_decimal; only body.py may not: its Content-Length has at most 18 ASCII digits"
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,11 +146,11 @@ def test_digits_of_clients_are_read_by_one_function() -> None:
         ("0" * 5000 + "12", 12),
     ],
 )
-def test_read_decimal(text: str, number: int | None) -> None:
+def test_read_decimal_accepts_ascii_digits_up_to_limit(text: str, number: int | None) -> None:
     assert read_decimal(text, 1000) == number
 
 
-# --- A server --------------------------------------------------------------------------------------------------------
+# --- Requests to a server --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -158,8 +160,8 @@ def served(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Served
 
 @pytest.fixture(scope="module")
 def client(served: Served) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=served.root, timeout=60) as found:
-        yield found
+    with httpx.Client(base_url=served.root, timeout=60) as http_client:
+        yield http_client
 
 
 DIGITS = ("9" * 4301, "0" * 4301 + "1", "-" + "9" * 4301, "٣", "²", "1\n", "1e9", "nan", "0x1", "", "9" * 400)
@@ -186,19 +188,19 @@ def test_number_in_a_query_is_no_internal_error(client: httpx.Client, path: str,
     "name", ["inference-header-content-length", "range", "x-request-id", "retry-after", "traceparent", "content-length"]
 )
 def test_number_in_a_header_is_no_internal_error(served: Served, name: str) -> None:
-    """And its bytes stay out of the answer's head."""
+    """The status line is a well-formed 4xx: it holds no bytes of the header."""
     body = json.dumps({"inputs": [], "text_input": "a", "max_tokens": 1})
     host, _, port = served.root.rpartition("/")[2].partition(":")
     for digits in DIGITS:
         length = "" if name == "content-length" else f"content-length: {len(body)}\r\n"
         head = f"POST /v2/models/ensemble/infer HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{length}"
-        with socket.create_connection((host, int(port)), timeout=60) as made:
-            made.sendall(f"{head}{name}: {digits}\r\n\r\n{body}".encode())
-            heard = b""
-            while more := made.recv(2**16):
-                heard += more
-        status, _, _ = heard.partition(b"\r\n")
-        assert re.fullmatch(rb"HTTP/1.1 4\d\d .*", status), (digits[:10], heard[:200])
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
+            connection.sendall(f"{head}{name}: {digits}\r\n\r\n{body}".encode())
+            received = b""
+            while more := connection.recv(2**16):
+                received += more
+        status, _, _ = received.partition(b"\r\n")
+        assert re.fullmatch(rb"HTTP/1.1 4\d\d .*", status), (digits[:10], received[:200])
 
 
 IDS = (
@@ -215,29 +217,29 @@ IDS = (
 )
 
 
-@pytest.mark.parametrize("given", IDS, ids=ascii)
-def test_request_id_injects_no_header(client: httpx.Client, given: str) -> None:
-    """In every body that has one; what is kept of it is in no head but as it may be there."""
-    named = [
-        ("/v1/completions", {"prompt": "a", "max_tokens": 1, "request_id": given}),
+@pytest.mark.parametrize("request_id", IDS, ids=ascii)
+def test_request_id_injects_no_header(client: httpx.Client, request_id: str) -> None:
+    """For every body with a request id: response headers hold only printable characters."""
+    requests = [
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1, "request_id": request_id}),
         (
             "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "request_id": given},
+            {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "request_id": request_id},
         ),
-        ("/v1/chat/completions", {"text": "a", "max_dec_len": 1, "req_id": given}),
-        ("/v1/chat/completions", {"text": "a", "max_dec_len": 1, "stream": True, "req_id": given}),
-        ("/v2/models/ensemble/infer", {"id": given, "inputs": []}),
-        ("/v2/models/ensemble/generate", {"id": given, "text_input": "a", "max_tokens": 1}),
-        ("/generate", {"prompt": "a", "max_tokens": 1, "request_id": given}),
-        ("/v1/responses", {"input": "a", "max_output_tokens": 1, "metadata": {"request_id": given}}),
+        ("/v1/chat/completions", {"text": "a", "max_dec_len": 1, "req_id": request_id}),
+        ("/v1/chat/completions", {"text": "a", "max_dec_len": 1, "stream": True, "req_id": request_id}),
+        ("/v2/models/ensemble/infer", {"id": request_id, "inputs": []}),
+        ("/v2/models/ensemble/generate", {"id": request_id, "text_input": "a", "max_tokens": 1}),
+        ("/generate", {"prompt": "a", "max_tokens": 1, "request_id": request_id}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 1, "metadata": {"request_id": request_id}}),
     ]
-    for path, body in named:
+    for path, body in requests:
         answer = client.post(path, json=body)
         assert answer.status_code < 500, (path, answer.text)
         assert "x-injected" not in answer.headers
         assert all(value.isprintable() for value in answer.headers.values()), path
-        again = client.get("/version")
-        assert again.status_code == 200, "the connection's next answer is whole"
+        version = client.get("/version")
+        assert version.status_code == 200, "the next response on this connection must be intact"
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -250,7 +252,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
 
 
 def variants() -> list[tuple[Base, str]]:
-    """Every request of the fuzzing with one number or text replaced, as JSON."""
+    """Each fuzzing request with one number or text replaced, as JSON."""
     result = []
     for base in BASES:
         for path, value in leaves(base.body):
@@ -278,7 +280,7 @@ def check(client: httpx.Client, base: Base, body: str) -> None:
 
 
 def test_numbers_in_bodies_are_no_internal_error(client: httpx.Client) -> None:
-    """A sample of them."""
+    """A random sample of ``variants``."""
     for base, body in random.Random(41).sample(variants(), 120):
         check(client, base, body)
 
@@ -289,8 +291,8 @@ def test_all_numbers_in_bodies_are_no_internal_error(client: httpx.Client) -> No
         check(client, base, body)
 
 
-def test_patterns_of_schemas_refuse_line_breaks() -> None:
-    """Those by which ids and names of requests are checked, in the schemas of all dialects."""
+def test_schema_patterns_refuse_trailing_line_breaks() -> None:
+    """Patterns of request ids and tool names."""
     from penstock.serve.chat.request import REQUEST_ID, TOOL_NAME
     from penstock.serve.dialects.paddlenlp.schema import Request
 

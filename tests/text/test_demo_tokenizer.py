@@ -1,4 +1,4 @@
-"""The demo model's tokenizer: any text and any byte comes back, digits and Chinese characters stand alone."""
+"""The demo model's tokenizer: texts and bytes round-trip; digits and Chinese characters are separate tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_rare_scripts_round_trip(tokenizer: PreTrainedTokenizerFast, text: str) 
 
 @given(data=st.binary(max_size=64))
 def test_any_bytes_round_trip(tokenizer: PreTrainedTokenizerFast, data: bytes) -> None:
-    """Every byte is a token of its own, so what is no UTF-8 can be held too; decoding shows it as replacements."""
+    """Every byte has a token, so invalid UTF-8 can be encoded; decoding shows replacement characters."""
     symbols = bytes_to_unicode()
     ids = tokenizer.convert_tokens_to_ids([symbols[byte] for byte in data])
     assert None not in ids
@@ -53,7 +53,7 @@ def test_digits_and_chinese_characters_are_never_merged(
     assert tokenizer.encode(han) == [i for character in han for i in tokenizer.encode(character)]
 
 
-def test_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_special_tokens_encode_to_one_id_and_are_skipped(tokenizer: PreTrainedTokenizerFast) -> None:
     assert 3000 <= len(tokenizer) <= 4000
     assert tokenizer.eos_token == "<|im_end|>"
     text = "".join(["<|im_start|>", *MARKS, "<|im_end|>", "<|endoftext|>"])
@@ -61,6 +61,6 @@ def test_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == "".join(MARKS)
 
 
-def test_the_draft_has_the_same_tokenizer() -> None:
+def test_draft_model_has_same_tokenizer_files() -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (demo.CHAT / name).read_bytes() == (demo.DRAFT / name).read_bytes()

@@ -1,4 +1,4 @@
-"""Forced tool calls: each call that a format's structural tag allows is read back by the format's parser."""
+"""Forced tool calls: the parser of a format reads back every call that the format's structural tag allows."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ VALUES = st.one_of(
 )
 
 
-def written(part: dict[str, Any]) -> str:
-    """The only text that a format of constants allows."""
+def only_text(part: dict[str, Any]) -> str:
+    """The only text allowed by a structural tag whose values are all constant."""
     match part["type"]:
         case "const_string":
             return str(part["value"])
         case "sequence":
-            return "".join(map(written, part["elements"]))
+            return "".join(map(only_text, part["elements"]))
         case "or":
             (element,) = part["elements"]
-            return written(element)
+            return only_text(element)
         case "tag":
-            return part["begin"] + written(part["content"]) + part["end"]
+            return part["begin"] + only_text(part["content"]) + part["end"]
         case "tags_with_separator":
-            return str(part["separator"]).join(map(written, part["tags"]))
+            return str(part["separator"]).join(map(only_text, part["tags"]))
         case "json_schema":
             return json.dumps(constant(part["json_schema"]), ensure_ascii=False)
     raise AssertionError(part["type"])
@@ -60,23 +60,25 @@ def schema_of(arguments: dict[str, str]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(arguments)}
 
 
-@pytest.mark.parametrize("form", TOOL_CALL_FORMATS, ids=lambda form: str(form.parsers[0]))
+@pytest.mark.parametrize("call_format", TOOL_CALL_FORMATS, ids=lambda call_format: str(call_format.parsers[0]))
 @given(calls=st.dictionaries(NAMES, st.dictionaries(KEYS, VALUES, max_size=3), min_size=1, max_size=3), data=st.data())
 @example(calls={"user-profile/update": {"a": "b"}, "a:1": {}, "ns:do/it": {"user-id": "7"}, "2fa.send": {}}, data=None)
 @settings(max_examples=60, deadline=None)
-def test_forced_call_is_read_back(
-    form: ToolCallFormat, calls: dict[str, dict[str, str]], data: st.DataObject | None
+def test_forced_call_is_read_back_by_parser(
+    call_format: ToolCallFormat, calls: dict[str, dict[str, str]], data: st.DataObject | None
 ) -> None:
     schemas = {name: schema_of(arguments) for name, arguments in calls.items()}
     try:
-        tag = forced_call_tag(form, schemas, several=True)
+        tag = forced_call_tag(call_format, schemas, several=True)
     except PenstockError as error:
         assert "tools" in error.failure.message
         return
-    text = written(tag["format"])
+    text = only_text(tag["format"])
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8))) if data else []
-    reasoning = reasoning_format("openai_gptoss", "") if form is HARMONY else None  # which reads Harmony's calls, too
-    parser = ResponseParser(ParserConfig(reasoning, ReasoningStage.BEFORE, tools=form, schemas=schemas))
+    reasoning = (
+        reasoning_format("openai_gptoss", "") if call_format is HARMONY else None
+    )  # this parser reads Harmony's calls, too
+    parser = ResponseParser(ParserConfig(reasoning, ReasoningStage.BEFORE, tools=call_format, schemas=schemas))
     for start, end in itertools.pairwise([0, *cuts, len(text)]):
         parser.add(text[start:end], last=False)
     parser.add("", last=True)
@@ -84,7 +86,7 @@ def test_forced_call_is_read_back(
     assert [(call.name, json.loads(call.arguments)) for call in parser.message.tool_calls] == list(calls.items())
 
 
-@pytest.mark.parametrize("form", TOOL_CALL_FORMATS, ids=lambda form: str(form.parsers[0]))
-def test_every_allowed_tool_name_can_be_forced(form: ToolCallFormat) -> None:
+@pytest.mark.parametrize("call_format", TOOL_CALL_FORMATS, ids=lambda call_format: str(call_format.parsers[0]))
+def test_every_allowed_tool_name_can_be_forced(call_format: ToolCallFormat) -> None:
     for name in ("user-profile/update", "a:1", "2fa", "a.b", "_", "x" * 128):
-        forced_call_tag(form, {name: schema_of({"city": "Paris"})}, several=False)
+        forced_call_tag(call_format, {name: schema_of({"city": "Paris"})}, several=False)

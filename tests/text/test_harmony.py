@@ -1,4 +1,4 @@
-"""Answers of gpt-oss, in channels: taken apart in any pieces, forced by grammars, and given back to the template."""
+"""Harmony format of gpt-oss: parsing at any chunk boundaries, forced answers, and rendering of earlier turns."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ ANSWERS: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
 @pytest.mark.parametrize("text", ANSWERS)
 @given(data=st.data())
 @settings(max_examples=20, deadline=None)
-def test_answers_are_taken_apart(text: str, data: st.DataObject) -> None:
+def test_answer_is_parsed_at_any_chunk_boundaries(text: str, data: st.DataObject) -> None:
     message = read(ParserConfig(THOUGHT, ReasoningStage.BEFORE, False, TOOLS), cut(text, data))
     calls = [(call.name, call.arguments) for call in message.tool_calls]
     assert (message.reasoning_content, message.content, calls) == ANSWERS[text]
 
 
-def test_a_call_of_no_tools_is_content() -> None:
+def test_call_without_tool_parser_is_content() -> None:
     assert read(ParserConfig(THOUGHT, ReasoningStage.BEFORE), [CALL]).content == '{"a": 1}'
 
 
-def test_a_prompt_says_where_its_answer_begins() -> None:
+def test_prompt_determines_initial_stage() -> None:
     assert THOUGHT
     assert initial_stage(THOUGHT, "<|end|><|start|>assistant") is ReasoningStage.BEFORE
     assert initial_stage(THOUGHT, f"{START}<|channel|>analysis<|message|>") is ReasoningStage.WITHIN
@@ -63,7 +63,7 @@ def test_a_prompt_says_where_its_answer_begins() -> None:
     assert (within.reasoning_content, within.content) == ("a", "b")
 
 
-# --- Served -----------------------------------------------------------------------------------------------------------
+# --- A server ---------------------------------------------------------------------------------------------------------
 
 TEMPLATE = """<|start|>system<|message|>You are a model.
 Reasoning: {{ reasoning_effort or 'medium' }}<|end|>
@@ -85,16 +85,16 @@ Reasoning: {{ reasoning_effort or 'medium' }}<|end|>
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
-"""Of the same parts as gpt-oss's."""
+"""Simplified gpt-oss template with the same parts."""
 CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
 CITY["additionalProperties"] = False  # type: ignore[assignment]
 WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
-ASKED = [{"role": "user", "content": "How is the weather?"}]
+QUESTION = [{"role": "user", "content": "How is the weather?"}]
 
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    """A server of a model with random weights and the tokens of the format."""
+    """Client of a server whose model has random weights and the Harmony marker tokens."""
     assert TOOLS
     folder = tmp_path_factory.mktemp("gpt-oss")
     sizes = SIZES | {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
@@ -114,26 +114,26 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_forced_answers_follow_the_reasoning(client: openai.OpenAI, stream: bool) -> None:
-    limits = {"reasoning_max_tokens": 6}
-    form = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
-    told = ask(client, stream, ASKED, response_format=form, extra_body=limits, reasoning_effort="low")
-    assert told.thought and json.loads(told.content)["city"] in ("Oslo", "Rome")
+def test_forced_answer_follows_reasoning(client: openai.OpenAI, stream: bool) -> None:
+    limit = {"reasoning_max_tokens": 6}
+    schema_format = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
+    reply = ask(client, stream, QUESTION, response_format=schema_format, extra_body=limit, reasoning_effort="low")
+    assert reply.thought and json.loads(reply.content)["city"] in ("Oslo", "Rome")
     fields: dict[str, Any] = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
-    called = ask(client, stream, ASKED, extra_body=limits, **fields)
-    ((name, arguments),) = called.calls
+    reply = ask(client, stream, QUESTION, extra_body=limit, **fields)
+    ((name, arguments),) = reply.calls
     assert name == "weather" and json.loads(arguments)["city"] in ("Oslo", "Rome")
-    assert called.thought and (called.content, called.reason) == ("", "tool_calls")
+    assert reply.thought and (reply.content, reply.reason) == ("", "tool_calls")
 
 
-def test_a_conversation_with_tools_is_given_back() -> None:
+def test_conversation_with_tools_is_rendered() -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
-    given: list[Any] = [
-        *ASKED,
+    conversation: list[Any] = [
+        *QUESTION,
         {"role": "assistant", "content": None, "reasoning_content": "In Oslo?", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
     ]
-    messages = messages_of(msgspec.convert(given, list[Message]))
+    messages = messages_of(msgspec.convert(conversation, list[Message]))
     template = ChatTemplate(TEMPLATE)
     text = template.render(messages, tools=[WEATHER], reasoning_effort="high")
     assert "Reasoning: high<|end|>" in text and text.endswith('<|message|>"rain"<|end|><|start|>assistant')
@@ -142,5 +142,5 @@ def test_a_conversation_with_tools_is_given_back() -> None:
         f'{thought}<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{{"city": "Oslo"}}'
         in text
     )
-    found = tool_call_format("auto", TEMPLATE), reasoning_format("auto", TEMPLATE)
-    assert found == (TOOLS, THOUGHT) and "reasoning_effort" in template.variables
+    detected = tool_call_format("auto", TEMPLATE), reasoning_format("auto", TEMPLATE)
+    assert detected == (TOOLS, THOUGHT) and "reasoning_effort" in template.variables

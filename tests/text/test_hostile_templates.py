@@ -1,4 +1,4 @@
-"""Checkpoints whose chat template does harm for certain messages: the API process and its other clients go on."""
+"""Chat templates that loop or exhaust memory for certain messages: the API process and other clients continue."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from penstock.text.isolated_template import IsolatedTemplate, TemplatePool
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 HARM = (
-    "{%- set said = messages[-1].content | string %}"
-    "{%- if said == 'loop' %}" + LOOP + "{% endif %}"
-    "{%- if said == 'power' %}{{ 9 ** (9 ** (4 + said | length)) }}{% endif %}"
-    "{%- if said == 'memory' %}{{ 'x' * 10 ** (5 + said | length) }}{% endif %}"
-    "{%- if said == 'growing' %}{% set all = namespace(text='x') %}"
+    "{%- set last_text = messages[-1].content | string %}"
+    "{%- if last_text == 'loop' %}" + LOOP + "{% endif %}"
+    "{%- if last_text == 'power' %}{{ 9 ** (9 ** (4 + last_text | length)) }}{% endif %}"
+    "{%- if last_text == 'memory' %}{{ 'x' * 10 ** (5 + last_text | length) }}{% endif %}"
+    "{%- if last_text == 'growing' %}{% set all = namespace(text='x') %}"
     "{% for a in range(99) %}{% set all.text = all.text + all.text %}{% endfor %}{% endif %}"
-    "{%- if said == 'lists' %}{{ range(9999) | list * 10 ** (2 + said | length) }}{% endif %}"
+    "{%- if last_text == 'lists' %}{{ range(9999) | list * 10 ** (2 + last_text | length) }}{% endif %}"
 )
-"""What the template does before it renders, by the last message; nothing in it is constant, as constants are computed
-when it is compiled."""
+"""Harmful template code, selected by the last message. No expression is constant: Jinja would compute constants when it
+compiles the template."""
 KINDS = ("loop", "power", "memory", "growing", "lists")
 REFUSED = "takes longer than 2 seconds of processor time, or more than 1 GiB of memory|cannot render"
 
@@ -50,7 +50,7 @@ ROUTES: dict[str, Any] = {
     "/apply-template": lambda text: {"messages": _user(text)},
     "/tokenize": lambda text: {"messages": _user(text)},
 }
-"""Paths that render a chat, with the body for a message."""
+"""Paths of routes that render a chat, with a function that makes the body for a message."""
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +64,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(checkpoint: Path) -> Iterator[Served]:
     with Served(str(checkpoint), "--num-gpu-blocks-override", "400") as server:
-        assert len(server.pids["template"]) == 1, "one is started before the first chat needs it"
+        assert len(server.pids["template"]) == 1, "a template process must start before the first chat"
         yield server
 
 
 class OtherClient:
-    """A client whose stream must go on: its chunks are counted by a thread."""
+    """Client whose streams are read, and their chunks counted, by a thread."""
 
     def __init__(self, server: Served) -> None:
         self._server = server
@@ -89,8 +89,8 @@ class OtherClient:
 
     def wait_for_chunks(self, count: int) -> None:
         with self._more:
-            aim = self._count + count
-            assert self._more.wait_for(lambda: self._count >= aim, 60), "the stream stands still"
+            target = self._count + count
+            assert self._more.wait_for(lambda: self._count >= target, 60), "no more chunks of the stream within 60 s"
 
     def _read(self) -> None:
         body = {"prompt": "One, two,", "stream": True, "max_tokens": 1500, "ignore_eos": True}
@@ -104,52 +104,52 @@ class OtherClient:
                         self._more.notify_all()
 
 
-def resident(pid: int) -> int:
-    """Bytes of the largest resident memory that a process had."""
+def peak_resident(pid: int) -> int:
+    """Peak resident memory of a process in bytes."""
     status = (Path("/proc") / str(pid) / "status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
-def harm(server: Served, path: str, kinds: tuple[str, ...]) -> None:
-    """Harmful messages are refused while another client's stream goes on, and ordinary chats are answered after."""
+def check_harm_is_contained(server: Served, path: str, kinds: tuple[str, ...]) -> None:
+    """Check that harmful messages are refused while another client's stream continues, and normal chats still work."""
     (api,) = server.pids["api"]
-    before = resident(api)
+    before = peak_resident(api)
     with OtherClient(server) as other, ThreadPoolExecutor() as pool:
-        asked = [pool.submit(httpx.post, server.root + path, json=ROUTES[path](kind)) for kind in kinds]
+        responses = [pool.submit(httpx.post, server.root + path, json=ROUTES[path](kind)) for kind in kinds]
         other.wait_for_chunks(3)
-        for answer in (each.result() for each in asked):
+        for answer in (response.result() for response in responses):
             assert answer.status_code == 400, answer.text
-            assert any(words in answer.text for words in REFUSED.split("|")), answer.text
+            assert any(message in answer.text for message in REFUSED.split("|")), answer.text
         assert httpx.post(server.root + path, json=ROUTES[path]("Hello!")).status_code == 200
         other.wait_for_chunks(3)
     assert server.pids["api"] == [api]
-    assert resident(api) - before < 2**28
+    assert peak_resident(api) - before < 2**28
 
 
-def test_harmful_message_is_refused_and_other_stream_goes_on(served: Served) -> None:
-    harm(served, "/v1/chat/completions", ("loop", "growing"))
+def test_harmful_message_is_refused_and_other_stream_continues(served: Served) -> None:
+    check_harm_is_contained(served, "/v1/chat/completions", ("loop", "growing"))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("path", ROUTES)
-def test_every_route_that_renders_refuses_harmful_messages(served: Served, path: str) -> None:
-    harm(served, path, KINDS)
+def test_every_rendering_route_refuses_harmful_messages(served: Served, path: str) -> None:
+    check_harm_is_contained(served, path, KINDS)
 
 
 @pytest.mark.thorough
-def test_slow_templates_do_not_hold_up_other_chats(served: Served) -> None:
-    """More endless messages than processes; a chat that comes after them is answered before they are all refused."""
+def test_slow_templates_do_not_delay_other_chats(served: Served) -> None:
+    """With more endless messages than processes: a later chat is answered before all of them are refused."""
     with ThreadPoolExecutor(12) as pool:
         body = ROUTES["/v1/chat/completions"]
-        asked = [pool.submit(httpx.post, f"{served.url}/chat/completions", json=body("loop")) for _ in range(3)]
+        slow = [pool.submit(httpx.post, f"{served.url}/chat/completions", json=body("loop")) for _ in range(3)]
         assert httpx.post(f"{served.url}/chat/completions", json=body("Hello!") | {"max_tokens": 1}).status_code == 200
-        assert not all(each.done() for each in asked)
-        assert {each.result().status_code for each in asked} == {400}
+        assert not all(each.done() for each in slow)
+        assert {each.result().status_code for each in slow} == {400}
 
 
-def test_slow_chats_of_one_client_leave_others_their_turns() -> None:
-    """Another client's chat is rendered after at most one turn of each place, however many slow ones came first; chats
-    with many messages take no place of quick ones."""
+def test_slow_chats_of_one_client_do_not_starve_others() -> None:
+    """Another client's chat waits for at most one rendering per process, however many slow ones are queued. Chats with
+    many messages do not take processes from quick ones."""
 
     async def run() -> None:
         pool, special = TemplatePool(), {"bos_token": "", "eos_token": ""}
@@ -158,25 +158,29 @@ def test_slow_chats_of_one_client_leave_others_their_turns() -> None:
         try:
             assert await quick.render_async(_user("Hello!"), 6, "other") == "1"
             for messages in (_user("loop"), _user("loop") * 3000):
-                asked = [asyncio.create_task(slow.render_async(messages, 100, "slow")) for _ in range(12)]
+                waiting = [asyncio.create_task(slow.render_async(messages, 100, "slow")) for _ in range(12)]
                 await asyncio.sleep(0)
                 assert await quick.render_async(_user("Hello!"), 6, "other") == "1"
-                assert not any(task.done() for task in asked), "all were refused, or some, before it had its turn"
-                for task in asked:
+                assert not any(task.done() for task in waiting), (
+                    "the other client's chat must not wait for a slow one to be refused"
+                )
+                for task in waiting:
                     task.cancel()
-                await asyncio.gather(*asked, return_exceptions=True)
+                await asyncio.gather(*waiting, return_exceptions=True)
                 assert await quick.render_async(_user("Hello!"), 6, "slow") == "1", "a smaller chat may be quick"
                 for process in pool_processes():
                     os.kill(process, signal.SIGKILL)
-                assert await quick.render_async(_user("Hello!") * 3000, 100, "slow") == "3000", "begun again"
+                assert await quick.render_async(_user("Hello!") * 3000, 100, "slow") == "3000", (
+                    "restarted in a new process"
+                )
         finally:
             pool.close()
 
     asyncio.run(run())
 
 
-def test_client_that_leaves_does_not_end_the_process(served: Served) -> None:
-    """The rendering of a client that has left ends by itself; its process is used again."""
+def test_chats_are_rendered_after_client_disconnects(served: Served) -> None:
+    """The disconnected client's rendering ends at its limit; its process is used again."""
     body = ROUTES["/v1/chat/completions"]
     assert httpx.post(f"{served.url}/chat/completions", json=body("Hello!") | {"max_tokens": 1}).status_code == 200
     with pytest.raises(httpx.TimeoutException):
@@ -184,7 +188,7 @@ def test_client_that_leaves_does_not_end_the_process(served: Served) -> None:
     assert httpx.post(f"{served.url}/chat/completions", json=body("Hello!") | {"max_tokens": 1}).status_code == 200
 
 
-def test_killed_template_process_is_started_again(served: Served) -> None:
+def test_killed_template_process_is_restarted(served: Served) -> None:
     body = ROUTES["/v1/chat/completions"]
     for _ in range(2):
         assert httpx.post(f"{served.url}/chat/completions", json=body("Hello!") | {"max_tokens": 1}).status_code == 200
@@ -209,31 +213,33 @@ def test_python_interfaces_refuse_harmful_messages(checkpoint: Path) -> None:
                 await refused
 
     asyncio.run(chats())
-    assert not any("template_process" in (Path("/proc") / str(pid) / "cmdline").read_text() for pid in _own_children())
+    assert not any(
+        "template_process" in (Path("/proc") / str(pid) / "cmdline").read_text() for pid in _children_after_gc()
+    )
 
 
 def pool_processes() -> list[int]:
-    """The template processes of this one."""
+    """Template processes started by this process."""
     pids = children(os.getpid())
     return [pid for pid in pids if "template_process" in (Path("/proc") / str(pid) / "cmdline").read_text()]
 
 
-def _own_children() -> list[int]:
-    """Child processes of this one, after those that are not used any more have ended."""
+def _children_after_gc() -> list[int]:
+    """Child processes of this process, after garbage collection has ended unused ones."""
     import gc
 
     gc.collect()
     return children(os.getpid())
 
 
-def test_api_process_that_hangs_is_restarted_and_others_go_on() -> None:
+def test_hung_api_process_is_restarted_and_others_continue() -> None:
     arguments = ("--api-server-count", "2", "--api-process-timeout", "6", "--num-gpu-blocks-override", "100")
     with Served(*arguments) as server:
         hung, other = server.pids["api"]
         os.kill(hung, signal.SIGSTOP)
         server.find(rf"API process \(process {hung}\) has not answered for 6 seconds: killed")
         server.find(rf"API process \d \(process {hung}\) ended")
-        server._welcome()
+        server._wait_ready()
         pids = server.pids["api"]
         assert other in pids and hung not in pids
         body = {"prompt": "One, two,", "max_tokens": 2}

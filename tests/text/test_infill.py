@@ -1,4 +1,4 @@
-"""Fill in the middle: prompts' token ids by model family, and over HTTP with a model of random weights."""
+"""Fill in the middle: token ids of prompts per model family, and requests over HTTP to a model with random weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QWEN = FIM_TOKENS[0]
 
 
 def add_tokens(folder: Path, tokens: list[str]) -> Path:
-    """The demo model's tokenizer, with these tokens after its own."""
+    """Save the demo model's tokenizer with additional special tokens."""
     fast = Fast.from_file(str(demo.CHAT / "tokenizer.json"))
     fast.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
     fast.save(str(folder / "tokenizer.json"))
@@ -35,36 +35,38 @@ def add_tokens(folder: Path, tokens: list[str]) -> Path:
 
 
 @pytest.mark.parametrize("tokens", FIM_TOKENS, ids=lambda tokens: tokens.prefix)
-def test_prompts_of_each_family(tokens: Any, tmp_path: Path) -> None:
-    given = [token for token in (tokens.prefix, tokens.suffix, tokens.middle) if token]
-    tokenizer = Tokenizer(add_tokens(tmp_path, given))
-    written = f"{tokens.prefix}{PREFIX}{tokens.suffix}{SUFFIX}{tokens.middle}"
+def test_prompt_of_each_family_has_its_token_order(tokens: Any, tmp_path: Path) -> None:
+    present = [token for token in (tokens.prefix, tokens.suffix, tokens.middle) if token]
+    tokenizer = Tokenizer(add_tokens(tmp_path, present))
+    text = f"{tokens.prefix}{PREFIX}{tokens.suffix}{SUFFIX}{tokens.middle}"
     if not tokens.middle:
-        written = f"{tokens.suffix}{SUFFIX}{tokens.prefix}{PREFIX}"
+        text = f"{tokens.suffix}{SUFFIX}{tokens.prefix}{PREFIX}"
     ids = infill_prompt(tokenizer, PREFIX, SUFFIX)
-    assert ids == tokenizer.encode(written) and tokenizer.decode(ids, False) == written
+    assert ids == tokenizer.encode(text) and tokenizer.decode(ids, False) == text
     assert infill_prompt(tokenizer, tokenizer.encode(PREFIX), tokenizer.encode(SUFFIX)) == ids
 
 
-def test_ends_are_those_of_the_vocabulary(tmp_path: Path) -> None:
+def test_end_tokens_are_found_in_vocabulary(tmp_path: Path) -> None:
     tokenizer = Tokenizer(add_tokens(tmp_path, [QWEN.prefix, QWEN.suffix, QWEN.middle, "<|file_sep|>"]))
     found = infill_format(tokenizer)
     assert found.file == tokenizer.token_to_id("<|file_sep|>") and found.repository is None
     assert found.ends == (found.file, tokenizer.token_to_id("<|endoftext|>"))
 
 
-def test_a_suffix_continues_a_text(tmp_path: Path) -> None:
-    """CodeLlama's SentencePiece vocabulary begins a text with a space, and a prompt with a token of its own."""
+def test_suffix_is_encoded_without_leading_space(tmp_path: Path) -> None:
+    """CodeLlama: the SentencePiece vocabulary prepends a space to a text, and a prompt begins with ``<s>``."""
     tokens = FIM_TOKENS[3]
-    words = ["<unk>", "<s>", "</s>", "▁", "a", "b", "c", "▁a", "▁b"]
+    pieces = ["<unk>", "<s>", "</s>", "▁", "a", "b", "c", "▁a", "▁b"]
     bytes_ = [f"<0x{value:02X}>" for value in range(256)]
-    vocabulary = {word: number for number, word in enumerate(words + bytes_)}
+    vocabulary = {piece: number for number, piece in enumerate(pieces + bytes_)}
     fast = Fast(models.BPE(vocabulary, [("▁", "a"), ("▁", "b")], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     fast.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     fast.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     fast.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    marks = [tokens.prefix, tokens.suffix, tokens.middle, *tokens.ends]
-    fast.add_special_tokens(["<s>", "</s>", *[AddedToken(mark, special=True, normalized=False) for mark in marks]])
+    markers = [tokens.prefix, tokens.suffix, tokens.middle, *tokens.ends]
+    fast.add_special_tokens(
+        ["<s>", "</s>", *[AddedToken(marker, special=True, normalized=False) for marker in markers]]
+    )
     fast.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
     tokenizer = Tokenizer(tmp_path)
@@ -73,7 +75,7 @@ def test_a_suffix_continues_a_text(tmp_path: Path) -> None:
     assert infill_format(tokenizer).ends == (tokenizer.token_to_id("▁<EOT>"),)
 
 
-def test_a_model_without_the_tokens_says_so(servers: Servers) -> None:
+def test_infill_without_fim_tokens_is_refused(servers: Servers) -> None:
     with pytest.raises(PenstockError, match="no fill-in-the-middle tokens"):
         infill_prompt(Tokenizer(demo.CHAT), PREFIX, SUFFIX)
     root = servers.get().root
@@ -88,7 +90,7 @@ def test_a_model_without_the_tokens_says_so(servers: Servers) -> None:
 
 @pytest.fixture(scope="module")
 def coder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Tokenizer]]:
-    """A server of random weights with the tokens of Qwen2.5-Coder."""
+    """Server whose model has random weights and the tokens of Qwen2.5-Coder, and its tokenizer."""
     folder = tmp_path_factory.mktemp("coder")
     save(LlamaConfig(**SMALL | {"vocab_size": 3600, "max_position_embeddings": 512}), folder)
     add_tokens(folder, [QWEN.prefix, QWEN.suffix, QWEN.middle, *QWEN.ends[:3]])
@@ -97,13 +99,13 @@ def coder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, To
 
 
 @pytest.mark.row("vllm", "suffix")
-def test_suffix_of_completions(coder: tuple[Served, Tokenizer]) -> None:
+def test_completions_suffix_builds_infill_prompt(coder: tuple[Served, Tokenizer]) -> None:
     served, tokenizer = coder
     ids = infill_prompt(tokenizer, PREFIX, SUFFIX)
-    asked = {"max_tokens": 8, "temperature": 0, "return_token_ids": True}
+    body = {"max_tokens": 8, "temperature": 0, "return_token_ids": True}
 
     def complete(**fields: Any) -> dict[str, Any]:
-        answer = httpx.post(f"{served.url}/completions", json=asked | fields)
+        answer = httpx.post(f"{served.url}/completions", json=body | fields)
         assert answer.status_code == 200, answer.text
         return dict(answer.json()["choices"][0])
 
@@ -119,7 +121,7 @@ def test_suffix_of_completions(coder: tuple[Served, Tokenizer]) -> None:
 
 
 @pytest.mark.row("ollama", "suffix")
-def test_suffix_of_ollama(coder: tuple[Served, Tokenizer]) -> None:
+def test_ollama_suffix_builds_infill_prompt(coder: tuple[Served, Tokenizer]) -> None:
     served, tokenizer = coder
     client = ollama.Client(served.root)
     name = client.list().models[0].model or ""
@@ -127,17 +129,17 @@ def test_suffix_of_ollama(coder: tuple[Served, Tokenizer]) -> None:
     options = {"temperature": 0, "num_predict": 8}
     answer = client.generate(name, PREFIX, suffix=SUFFIX, options=options)
     assert answer.prompt_eval_count == len(infill_prompt(tokenizer, PREFIX, SUFFIX))
-    asked = {"prompt": PREFIX, "suffix": SUFFIX, "max_tokens": 8, "temperature": 0}
-    assert answer.response == httpx.post(f"{served.url}/completions", json=asked).json()["choices"][0]["text"]
+    body = {"prompt": PREFIX, "suffix": SUFFIX, "max_tokens": 8, "temperature": 0}
+    assert answer.response == httpx.post(f"{served.url}/completions", json=body).json()["choices"][0]["text"]
 
 
 @pytest.mark.row("llama-server", "/infill")
-def test_infill_of_llama_server(coder: tuple[Served, Tokenizer]) -> None:
+def test_llama_server_infill_matches_completions(coder: tuple[Served, Tokenizer]) -> None:
     served = coder[0]
-    asked = {"input_prefix": PREFIX, "input_suffix": SUFFIX, "n_predict": 8, "temperature": 0}
+    body = {"input_prefix": PREFIX, "input_suffix": SUFFIX, "n_predict": 8, "temperature": 0}
 
     def fill(**fields: Any) -> dict[str, Any]:
-        answer = httpx.post(f"{served.root}/infill", json=asked | fields)
+        answer = httpx.post(f"{served.root}/infill", json=body | fields)
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
 

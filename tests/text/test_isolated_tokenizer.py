@@ -1,4 +1,4 @@
-"""Tokenizer files that do harm are refused in one sentence, and another process encodes as this one would."""
+"""Tokenizers in a separate process: harmful files are refused, and results equal those of this process."""
 
 from __future__ import annotations
 
@@ -82,27 +82,29 @@ HOSTILE: dict[Callable[[Path], None], str] = {
 }
 
 
-@pytest.mark.parametrize("spoil", HOSTILE, ids=lambda spoil: spoil.__name__)
-def test_hostile_files_are_refused_in_one_sentence(folder: Path, spoil: Callable[[Path], None]) -> None:
-    spoil(folder)
-    with pytest.raises(PenstockError, match=HOSTILE[spoil]) as refused:
+@pytest.mark.parametrize("damage", HOSTILE, ids=lambda damage: damage.__name__)
+def test_hostile_files_are_refused_in_one_sentence(folder: Path, damage: Callable[[Path], None]) -> None:
+    damage(folder)
+    with pytest.raises(PenstockError, match=HOSTILE[damage]) as refused:
         check_tokenizer(folder, limits=LIMITS)
     assert "\n" not in str(refused.value)
-    assert not left()
+    assert not tokenizer_pids()
 
 
-def left() -> list[int]:
-    """Processes that read tokenizers for this one."""
+def tokenizer_pids() -> list[int]:
+    """Ids of the tokenizer processes started by this process."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return [
         int(pid) for pid in children if b"penstock.text.isolated_tokenizer" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
 
 
-def test_what_was_found_good_is_not_read_again_until_it_changes(folder: Path) -> None:
-    change(folder / "tokenizer_config.json", some_field=str(folder))  # a content that no other test has
+def test_checked_tokenizer_is_checked_again_only_after_change(folder: Path) -> None:
+    change(
+        folder / "tokenizer_config.json", some_field=str(folder)
+    )  # unique content, so that no other test has checked it
     check_tokenizer(folder)
-    check_tokenizer(folder, limits=Limits(memory=1))  # with which nothing can be read
+    check_tokenizer(folder, limits=Limits(memory=1))  # too small to read anything
     change(folder / "tokenizer_config.json", some_field="another")
     with pytest.raises(PenstockError, match="cannot be used within"):
         check_tokenizer(folder, limits=Limits(memory=1))
@@ -115,32 +117,32 @@ def isolated() -> Iterator[IsolatedTokenizer]:
     tokenizer.close()
 
 
-def test_another_process_encodes_the_same(isolated: IsolatedTokenizer) -> None:
-    own = Tokenizer(demo.CHAT)
+def test_isolated_tokenizer_matches_local_tokenizer(isolated: IsolatedTokenizer) -> None:
+    local = Tokenizer(demo.CHAT)
     for text in ("", "the river runs  to the sea\n", "河流入海🙂<|im_end|>\x00", "x" * 300_000):
         for special in (True, False):
-            assert isolated.encode(text, special) == own.encode(text, special)
-    ids = own.encode("the river<|im_end|>")
-    assert isolated.decode(ids) == own.decode(ids) and isolated.decode(ids, False) == own.decode(ids, False)
-    assert isolated.vocabulary == own.vocabulary and isolated.special_ids == own.special_ids
-    assert [isolated.id_to_token(i) for i in (*ids, 10**6)] == [own.id_to_token(i) for i in (*ids, 10**6)]
-    assert isolated.token_to_id("<|im_end|>") == own.token_to_id("<|im_end|>")
+            assert isolated.encode(text, special) == local.encode(text, special)
+    ids = local.encode("the river<|im_end|>")
+    assert isolated.decode(ids) == local.decode(ids) and isolated.decode(ids, False) == local.decode(ids, False)
+    assert isolated.vocabulary == local.vocabulary and isolated.special_ids == local.special_ids
+    assert [isolated.id_to_token(i) for i in (*ids, 10**6)] == [local.id_to_token(i) for i in (*ids, 10**6)]
+    assert isolated.token_to_id("<|im_end|>") == local.token_to_id("<|im_end|>")
     assert isolated.token_to_id("no token") is None
-    assert isolated.to_json() == own.to_json() and isolated.special == own.special
+    assert isolated.to_json() == local.to_json() and isolated.special == local.special
     messages = [{"role": "user", "content": "Hello!"}]
-    assert isolated.render(messages) == own.render(messages)
-    for tokenizer in (isolated, own):
+    assert isolated.render(messages) == local.render(messages)
+    for tokenizer in (isolated, local):
         with pytest.raises(PenstockError, match="is not valid text"):
             tokenizer.encode("half a pair: \ud83d")
 
 
-def test_a_killed_process_is_started_again_and_a_closed_one_is_gone(isolated: IsolatedTokenizer) -> None:
+def test_killed_process_is_restarted_and_close_ends_process(isolated: IsolatedTokenizer) -> None:
     expected = isolated.encode("the river")
-    (pid,) = left()
+    (pid,) = tokenizer_pids()
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(PenstockError, match="is restarted") as ended:
         isolated.encode("the river")
     assert ended.value.failure.retryable
     assert isolated.encode("the river") == expected
     isolated.close()
-    assert not left()
+    assert not tokenizer_pids()

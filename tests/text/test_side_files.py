@@ -1,4 +1,4 @@
-"""Side files of tokenizers, against transformers: special and added tokens, templates, vocabularies in old forms."""
+"""Tokenizer configuration files against transformers: special and added tokens, chat templates, legacy vocabularies."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ FULL = vocabulary(*ROLES.values())
 
 
 def full_tokenizer() -> str:
-    """``tokenizer.json``, which has no added tokens."""
+    """``tokenizer.json`` without added tokens."""
     full = LibraryTokenizer(models.BPE(FULL, merges()))
     full.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     full.decoder = decoders.ByteLevel()
@@ -84,7 +84,7 @@ def token_objects(draw: st.DrawFn, content: str, in_config: bool) -> dict[str, A
 
 @st.composite
 def checkpoints(draw: st.DrawFn) -> dict[str, Any]:
-    """Files of a tokenizer by name; each fact is in a file that is drawn, of those that can hold it."""
+    """Tokenizer files by name; each setting is in a random one of the files allowed for it."""
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     special: dict[str, Any] = {}
     as_object = draw(st.booleans())
@@ -125,7 +125,7 @@ def checkpoints(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def templates(draw: st.DrawFn, config: dict[str, Any]) -> dict[str, str]:
-    """Files of chat templates; some are put into the configuration."""
+    """Chat template files; some templates are put into ``config`` instead."""
     files = {}
     match draw(st.sampled_from(["text", "list", "object", "none"])):
         case "text":
@@ -144,7 +144,7 @@ def templates(draw: st.DrawFn, config: dict[str, Any]) -> dict[str, str]:
 
 
 def compare(folder: Path, ids: list[int] | None = None, templated: bool = True) -> None:
-    """What a user sees of a tokenizer, with transformers and here."""
+    """Compare encoding, decoding, special tokens and chat rendering with transformers."""
     theirs, ours = AutoTokenizer.from_pretrained(folder), Tokenizer(folder)
     for text in TEXTS:
         for with_special in (False, True):
@@ -164,7 +164,7 @@ def compare(folder: Path, ids: list[int] | None = None, templated: bool = True) 
 
 @given(files=checkpoints())
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow], deadline=None)
-def test_facts_are_found_in_any_file_that_holds_them(
+def test_settings_are_read_from_any_allowed_file(
     tmp_path_factory: pytest.TempPathFactory, files: dict[str, Any]
 ) -> None:
     folder = tmp_path_factory.mktemp("checkpoint")
@@ -192,40 +192,40 @@ BYTE_LEVEL: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = 
     "RoBERTa": (("<s>", "<pad>", "</s>", "<unk>", "<mask>"), {}, {"model_type": "roberta"}),
     "Starcoder2": (("<|endoftext|>",), {"tokenizer_class": "GPT2TokenizerFast"}, {"model_type": "starcoder2"}),
 }
-"""First tokens of ``vocab.json``, ``tokenizer_config.json`` and ``config.json``."""
+"""First tokens of ``vocab.json``, then contents of ``tokenizer_config.json`` and ``config.json``, by case."""
 
 
 @pytest.mark.parametrize("name", BYTE_LEVEL)
-def test_vocab_json_and_merges_txt(tmp_path: Path, name: str) -> None:
+def test_vocab_json_and_merges_txt_match_transformers(tmp_path: Path, name: str) -> None:
     first, config, model = BYTE_LEVEL[name]
-    words = vocabulary(*first)
-    write(tmp_path / "vocab.json", words)
+    vocab = vocabulary(*first)
+    write(tmp_path / "vocab.json", vocab)
     write(tmp_path / "merges.txt", "\n".join(["#version: 0.2", *(f"{a} {b}" for a, b in merges())]) + "\n")
-    write(tmp_path / "added_tokens.json", {token: len(words) + i for i, token in enumerate(ADDED)})
+    write(tmp_path / "added_tokens.json", {token: len(vocab) + i for i, token in enumerate(ADDED)})
     for path, content in (("tokenizer_config.json", config), ("config.json", model)):
         if content:
             write(tmp_path / path, content)
     compare(tmp_path, templated=False)
 
 
-def test_qwen3_5_without_tokenizer_json(tmp_path: Path) -> None:
-    """transformers reads its vocabulary only from ``tokenizer.json``, so that it is given here."""
-    words = vocabulary("<|endoftext|>")
-    write(tmp_path / "vocab.json", words)
+def test_qwen3_5_without_tokenizer_json_matches_transformers(tmp_path: Path) -> None:
+    """transformers reads its vocabulary only from ``tokenizer.json``; here it gets the vocabulary as arguments."""
+    vocab = vocabulary("<|endoftext|>")
+    write(tmp_path / "vocab.json", vocab)
     write(tmp_path / "merges.txt", "\n".join(f"{a} {b}" for a, b in merges()))
     write(tmp_path / "config.json", {"model_type": "qwen3_5_moe"})
-    theirs, ours = Qwen3_5Tokenizer(words, merges()), Tokenizer(tmp_path)
+    theirs, ours = Qwen3_5Tokenizer(vocab, merges()), Tokenizer(tmp_path)
     for text in TEXTS:
         assert ours.encode(text) == theirs.encode(text)
 
 
-def test_whisper_saved_without_tokenizer_json(tmp_path: Path) -> None:
-    """As fine-tuning scripts save it."""
-    words = vocabulary("<|endoftext|>")
-    write(tmp_path / "vocab.json", words)
+def test_whisper_without_tokenizer_json_matches_transformers(tmp_path: Path) -> None:
+    """The files that fine-tuning scripts save."""
+    vocab = vocabulary("<|endoftext|>")
+    write(tmp_path / "vocab.json", vocab)
     write(tmp_path / "merges.txt", "\n".join(f"{a} {b}" for a, b in merges()))
     special = ("<|startoftranscript|>", "<|de|>", "<|transcribe|>", "<|notimestamps|>", "<|0.00|>")
-    write(tmp_path / "added_tokens.json", {token: len(words) + i for i, token in enumerate(special)})
+    write(tmp_path / "added_tokens.json", {token: len(vocab) + i for i, token in enumerate(special)})
     write(tmp_path / "special_tokens_map.json", {"additional_special_tokens": special[:-1]})
     write(tmp_path / "tokenizer_config.json", {"tokenizer_class": "WhisperTokenizer"})
     ours, theirs = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
@@ -245,7 +245,7 @@ def test_vocab_json_of_an_unknown_class_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("legacy", ["processor_config.json", "chat_template.json"])
 @pytest.mark.parametrize("other", ["chat_template.jinja", "tokenizer_config.json", "none"])
-def test_template_of_a_processor_comes_first(tmp_path: Path, legacy: str, other: str) -> None:
+def test_processor_template_takes_precedence(tmp_path: Path, legacy: str, other: str) -> None:
     write(tmp_path / "tokenizer.json", full_tokenizer())
     write(tmp_path / "preprocessor_config.json", {})
     write(tmp_path / legacy, {"chat_template": "of the processor"})
@@ -255,8 +255,8 @@ def test_template_of_a_processor_comes_first(tmp_path: Path, legacy: str, other:
 
 
 @pytest.mark.parametrize("size", [512, 600])
-def test_tekken(tmp_path: Path, size: int) -> None:
-    """Mistral's own file, whose special tokens come before all others; the last ones are left out."""
+def test_tekken_file_matches_tiktoken(tmp_path: Path, size: int) -> None:
+    """Mistral's format: special tokens have the first ids; ranks beyond ``default_vocab_size`` are ignored."""
     ranks = [bytes([byte]) for byte in range(256)]
     alphabet = byte_alphabet()
     ranks += dict.fromkeys(bytes(alphabet[c] for c in a + b) for a, b in merges())
@@ -278,7 +278,7 @@ def test_tekken(tmp_path: Path, size: int) -> None:
 
 
 def test_token_outside_the_models_vocabulary_is_refused_in_prompts(tmp_path: Path) -> None:
-    """It gets the next id, for which the model has no embedding. Guided decoding goes on without it."""
+    """The added token gets the next id, for which the model has no embedding. Guided decoding works without it."""
     shutil.copytree(demo.CHAT, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     write(tmp_path / "tokenizer_config.json", config | {"additional_special_tokens": ["[NEW]"]})

@@ -1,4 +1,4 @@
-"""The text floor against the libraries whose behaviour it promises: transformers and tokenizers."""
+"""The text layer (tokenizer, detokenizer, stop strings, chat templates) against transformers and tokenizers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.core import PenstockError
 from penstock.text import ChatTemplate, Detokenizer, StopStrings, Tokenizer
 from penstock.text.vocabulary import token_bytes
 
-SPOKEN = "the river runs to the sea 河流入海 über façade 🙂🙃 naïve\n\n  two  spaces"
+SAMPLE = "the river runs to the sea 河流入海 über façade 🙂🙃 naïve\n\n  two  spaces"
 
 
 @pytest.fixture(scope="module")
@@ -32,43 +32,43 @@ def ours() -> Tokenizer:
 
 @given(ids=st.lists(st.integers(0, 3583), max_size=40), cuts=st.lists(st.integers(0, 40)), skip=st.booleans())
 @example(ids=[], cuts=[], skip=True)
-def test_decoding_in_pieces_is_decoding_at_once(
+def test_incremental_decoding_equals_decoding_at_once(
     ours: Tokenizer, tokenizer: PreTrainedTokenizerFast, ids: list[int], cuts: list[int], skip: bool
 ) -> None:
-    """Any ids, so any bytes, cut anywhere: whole characters only, and in the end the library's text."""
-    grown, at = ours.detokenizer(skip), 0
-    pieces = []
+    """Any ids split anywhere: parts have only whole characters, and together they are the library's text."""
+    detokenizer, start = ours.detokenizer(skip), 0
+    parts = []
     for cut in sorted(cuts):
-        pieces.append(grown.add(ids[at:cut]))
-        at = max(at, cut)
-    pieces.append(grown.add(ids[at:], last=True))
-    assert "".join(pieces) == ours.decode(ids, skip) == tokenizer.decode(ids, skip_special_tokens=skip)
+        parts.append(detokenizer.add(ids[start:cut]))
+        start = max(start, cut)
+    parts.append(detokenizer.add(ids[start:], last=True))
+    assert "".join(parts) == ours.decode(ids, skip) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
 @given(text=st.text(max_size=60))
-def test_text_comes_back(ours: Tokenizer, tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+def test_any_text_round_trips(ours: Tokenizer, tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     assert ours.encode(text) == tokenizer.encode(text)
     assert ours.decode(ours.encode(text), skip_special_tokens=False) == text
 
 
 def sentencepiece_like() -> tokenizers.Tokenizer:
-    """BPE as converted from SentencePiece: a mark for spaces, and tokens of single bytes to fall back on."""
+    """BPE as converted from SentencePiece: a marker for spaces, and byte fallback tokens."""
     tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
     tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
-    tokenizer.train_from_iterator([SPOKEN[:30]], trainer)
+    tokenizer.train_from_iterator([SAMPLE[:30]], trainer)
     state = json.loads(tokenizer.to_str())
     state["added_tokens"] = [token for token in state["added_tokens"] if not token["content"].startswith("<0x")]
     return tokenizers.Tokenizer.from_str(json.dumps(state))
 
 
-def test_sentencepiece_vocabularies_have_bytes_too() -> None:
+def test_sentencepiece_byte_fallback_tokens_decode_to_bytes() -> None:
     tokenizer = sentencepiece_like()
-    spelled = token_bytes(tokenizer)
-    ids = tokenizer.encode(SPOKEN, add_special_tokens=False).ids
-    assert b"".join(spelled[i] for i in ids).decode() == SPOKEN == tokenizer.decode(ids)
+    spellings = token_bytes(tokenizer)
+    ids = tokenizer.encode(SAMPLE, add_special_tokens=False).ids
+    assert b"".join(spellings[i] for i in ids).decode() == SAMPLE == tokenizer.decode(ids)
     assert any(tokenizer.id_to_token(i).startswith("<0x") for i in ids)
 
 
@@ -98,8 +98,8 @@ TOKEN = st.text(st.sampled_from("ab\u2581 Ġéß#<>0x41_河\n"), min_size=1, max
 @pytest.mark.parametrize("name", [name for name in DECODERS if name not in REFUSED])
 @given(data=st.data())
 @settings(deadline=None)
-def test_every_token_passes_the_decoder_as_in_the_library(name: str, data: st.DataObject) -> None:
-    """Tokens of the model and added ones with any flags, decoded at once and one after the other."""
+def test_tokens_decode_as_in_tokenizers_library(name: str, data: st.DataObject) -> None:
+    """Model tokens and added tokens with any flags, decoded at once and one by one."""
     plain = ["w", *data.draw(st.lists(TOKEN, min_size=1, max_size=6, unique=True))]
     added = data.draw(st.lists(TOKEN, max_size=6, unique=True))
     tokenizer = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(plain)}, []))
@@ -109,7 +109,10 @@ def test_every_token_passes_the_decoder_as_in_the_library(name: str, data: st.Da
         (tokenizer.add_special_tokens if data.draw(flag) else tokenizer.add_tokens)([token])
     if DECODERS[name]:
         tokenizer.decoder = DECODERS[name]
-    ids = [0, *data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=8))]  # after a first word
+    ids = [
+        0,
+        *data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=8)),
+    ]  # begin with a plain word
     skip = data.draw(flag)
     special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special and skip}
     detokenizer = Detokenizer(token_bytes(tokenizer), special)
@@ -131,16 +134,18 @@ STOPS = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3)
 
 @given(text=st.text("abcd", max_size=20), stops=STOPS, include=st.booleans(), cuts=st.lists(st.integers(0, 20)))
 @example(text="abcd", stops=["abcd", "bc"], include=False, cuts=[1, 2, 3])
-def test_stop_strings_do_not_depend_on_the_cutting(text: str, stops: list[str], include: bool, cuts: list[int]) -> None:
-    def run(pieces: list[str]) -> tuple[str, str | None]:
-        said, search = "", StopStrings(stops, include)
-        for i, piece in enumerate(pieces):
-            found = search.add(piece, last=i == len(pieces) - 1)
-            said += found.text
+def test_stop_strings_do_not_depend_on_chunk_boundaries(
+    text: str, stops: list[str], include: bool, cuts: list[int]
+) -> None:
+    def run(chunks: list[str]) -> tuple[str, str | None]:
+        output, search = "", StopStrings(stops, include)
+        for i, chunk in enumerate(chunks):
+            found = search.add(chunk, last=i == len(chunks) - 1)
+            output += found.text
             if found.stop is not None:
-                return said, found.stop
-            assert not any(stop in said for stop in stops)
-        return said, None
+                return output, found.stop
+            assert not any(stop in output for stop in stops)
+        return output, None
 
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     whole = run([text])
@@ -165,7 +170,7 @@ TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": 
 
 @pytest.mark.parametrize("tools", [None, TOOLS])
 @pytest.mark.parametrize("options", [{}, {"enable_thinking": True}, {"add_generation_prompt": False}])
-def test_templates_render_as_transformers_does(
+def test_template_renders_as_transformers_does(
     ours: Tokenizer, tokenizer: PreTrainedTokenizerFast, tools: Any, options: dict[str, Any]
 ) -> None:
     expected = tokenizer.apply_chat_template(
@@ -174,11 +179,11 @@ def test_templates_render_as_transformers_does(
     assert ours.render(MESSAGES, tools=tools, **options) == expected
 
 
-def test_a_message_can_be_continued(ours: Tokenizer, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_final_message_can_be_continued(ours: Tokenizer, tokenizer: PreTrainedTokenizerFast) -> None:
     messages = [*MESSAGES, {"role": "assistant", "content": "You are"}]
     expected = tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True)
     assert ours.render(messages, add_generation_prompt=False, continue_final_message=True) == expected
-    for begun in ("<", "end", "|", "n"):  # which are in the mark at the end of a turn, too
+    for begun in ("<", "end", "|", "n"):  # these also occur in the end-of-turn token
         continued = ours.render(
             [*messages[:-1], {"role": "assistant", "content": begun}],
             add_generation_prompt=False,
@@ -187,23 +192,23 @@ def test_a_message_can_be_continued(ours: Tokenizer, tokenizer: PreTrainedTokeni
         assert continued.endswith(f"\n{begun}")
 
 
-KEEPING = "{% for message in messages %}<{{ message.role }}>\n{{ message.content }}<end>\n{% endfor %}"
+UNCHANGED = "{% for message in messages %}<{{ message.role }}>\n{{ message.content }}<end>\n{% endfor %}"
 CONTINUED = {
-    "keeps": KEEPING,
-    "trims": KEEPING.replace("message.content", "message.content | trim"),
-    "strips": KEEPING.replace("message.content", "message.content.strip('\\n')"),
-    "parts": KEEPING.replace(
+    "keeps": UNCHANGED,
+    "trims": UNCHANGED.replace("message.content", "message.content | trim"),
+    "strips": UNCHANGED.replace("message.content", "message.content.strip('\\n')"),
+    "parts": UNCHANGED.replace(
         "{{ message.content }}",
         "{% if message.content is string %}{{ message.content }}{% else %}"
         "{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}",
     ),
-    "own": "",
+    "demo": "",
 }
 
 
 @pytest.mark.parametrize("template", CONTINUED)
 @pytest.mark.parametrize("content", ["You are", " You are ", "You are\n", "\n\n  You", "def f():\n    ", " ", "", "."])
-def test_a_continued_message_is_kept_as_transformers_keeps_it(
+def test_continued_message_keeps_whitespace_as_transformers_does(
     tokenizer: PreTrainedTokenizerFast, template: str, content: str
 ) -> None:
     source = CONTINUED[template] or tokenizer.chat_template
@@ -220,7 +225,7 @@ def test_a_continued_message_is_kept_as_transformers_keeps_it(
 
 
 @pytest.mark.parametrize(
-    ("source", "words"),
+    ("source", "message"),
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages[0].content.missing.deeper }}", "cannot render"),
@@ -229,34 +234,34 @@ def test_a_continued_message_is_kept_as_transformers_keeps_it(
         ("{{ messages.append(1) }}", "cannot render"),
     ],
 )
-def test_what_a_template_cannot_do_is_the_senders_error(source: str, words: str) -> None:
-    with pytest.raises(PenstockError, match=words) as refused:
+def test_template_failure_is_error_of_messages_field(source: str, message: str) -> None:
+    with pytest.raises(PenstockError, match=message) as refused:
         ChatTemplate(source).render(MESSAGES)
     assert refused.value.failure.field == "messages"
 
 
-def test_a_broken_template_names_its_line() -> None:
+def test_template_syntax_error_names_line() -> None:
     with pytest.raises(PenstockError, match="line 2"):
         ChatTemplate("{% if x %}\n{% endfor %}")
 
 
-def test_arguments_are_objects_and_text() -> None:
-    """As templates of Hermes, DeepSeek and others take them."""
-    said = {"city": "北京"}
-    call = {"type": "function", "function": {"name": "f", "arguments": said}}
+def test_tool_arguments_act_as_object_and_text() -> None:
+    """Templates of Hermes, DeepSeek and others use either form."""
+    arguments = {"city": "北京"}
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
     source = "{% set a = messages[0].tool_calls[0].function.arguments %}{{ a is mapping }} {{ a.city }} "
     source += "{{ a | tojson }} {{ '(' + a + ')' }} {{ '' ~ a }} {{ a }}"
-    text = json.dumps(said, ensure_ascii=False)
-    found = ChatTemplate(source).render([{"role": "assistant", "content": "", "tool_calls": [call]}])
-    assert found == f"True 北京 {text} ({text}) {text} {text}"
+    text = json.dumps(arguments, ensure_ascii=False)
+    rendered = ChatTemplate(source).render([{"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert rendered == f"True 北京 {text} ({text}) {text} {text}"
 
 
-def test_generation_blocks_and_json_pass_through() -> None:
+def test_generation_blocks_tojson_and_break_are_supported() -> None:
     source = "{% for m in messages %}{% generation %}{{ m | tojson }}{% endgeneration %}{% break %}{% endfor %}"
     assert ChatTemplate(source).render(MESSAGES) == json.dumps(MESSAGES[0], ensure_ascii=False)
 
 
-def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
+def test_missing_or_broken_tokenizer_json_is_named(tmp_path: Path) -> None:
     with pytest.raises(PenstockError, match=r"no tokenizer\.json"):
         Tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
@@ -264,7 +269,7 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
         Tokenizer(tmp_path)
 
 
-def test_text_and_engine_rules_need_no_torch() -> None:
+def test_text_and_scheduler_import_no_torch() -> None:
     code = (
         "import penstock.text, penstock.core, penstock.engine.scheduling.scheduler, sys; print('torch' in sys.modules)"
     )

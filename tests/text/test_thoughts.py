@@ -1,4 +1,4 @@
-"""Thoughts: told apart, ended in time and before any form, by OpenAI's own client and in Python."""
+"""Reasoning: separated from content, limited, and before any constrained answer; with OpenAI's client and in Python."""
 
 from __future__ import annotations
 
@@ -43,35 +43,35 @@ both = pytest.mark.parametrize("stream", [False, True])
 
 
 @both
-def test_a_thought_is_told_apart(client: openai.OpenAI, stream: bool) -> None:
-    told = ask(client, stream, extra_body=THINK)
-    assert (told.thought, told.content, told.reason) == (THOUGHT, ANSWER, "stop")
-    thought = told.usage.completion_tokens_details.reasoning_tokens
-    assert 0 < thought < told.usage.completion_tokens
+def test_thought_is_separated_from_content(client: openai.OpenAI, stream: bool) -> None:
+    reply = ask(client, stream, extra_body=THINK)
+    assert (reply.thought, reply.content, reply.reason) == (THOUGHT, ANSWER, "stop")
+    thought = reply.usage.completion_tokens_details.reasoning_tokens
+    assert 0 < thought < reply.usage.completion_tokens
     hidden = ask(client, stream, extra_body=THINK | {"include_reasoning": False})
     assert (hidden.thought, hidden.content) == ("", ANSWER)
     assert hidden.usage.completion_tokens_details.reasoning_tokens == thought
-    none = ask(client, stream)
-    assert none.thought == "" and none.content
-    assert none.usage.completion_tokens_details.reasoning_tokens == 0
+    without_thought = ask(client, stream)
+    assert without_thought.thought == "" and without_thought.content
+    assert without_thought.usage.completion_tokens_details.reasoning_tokens == 0
 
 
 @both
 @pytest.mark.parametrize("limit", [0, 1, 5, 100])
-def test_a_thought_ends_in_time(client: openai.OpenAI, stream: bool, limit: int) -> None:
-    told = ask(client, stream, extra_body=THINK | {"reasoning_max_tokens": limit})
-    assert THOUGHT.startswith(told.thought) and told.content and told.reason == "stop"
+def test_thought_ends_at_reasoning_max_tokens(client: openai.OpenAI, stream: bool, limit: int) -> None:
+    reply = ask(client, stream, extra_body=THINK | {"reasoning_max_tokens": limit})
+    assert THOUGHT.startswith(reply.thought) and reply.content and reply.reason == "stop"
     marks = 2
-    assert told.usage.completion_tokens_details.reasoning_tokens <= limit + marks
-    assert "think>" not in told.content
-    assert (told.content == ANSWER) == (limit == 100)
+    assert reply.usage.completion_tokens_details.reasoning_tokens <= limit + marks
+    assert "think>" not in reply.content
+    assert (reply.content == ANSWER) == (limit == 100)
 
 
 @pytest.mark.row("fastdeploy", "response_max_tokens")
 @both
 @pytest.mark.parametrize("limit", [1, 4, 300])
-def test_an_answer_ends_in_time(client: openai.OpenAI, stream: bool, limit: int) -> None:
-    """Its tokens alone are counted, with a thought before it and without one."""
+def test_answer_ends_at_response_max_tokens(client: openai.OpenAI, stream: bool, limit: int) -> None:
+    """Only the answer's tokens are counted, with a thought before it and without one."""
     for extra in (THINK, THINK | {"reasoning_max_tokens": 3}, {}):
         whole = ask(client, stream, extra_body=extra)
         cut = ask(client, stream, extra_body=extra | {"response_max_tokens": limit})
@@ -81,113 +81,122 @@ def test_an_answer_ends_in_time(client: openai.OpenAI, stream: bool, limit: int)
         if limit == 300:
             assert (cut.content, cut.reason) == (whole.content, "stop")
         else:
-            between = 1 if extra.get("reasoning_max_tokens") else 0  # what is written for it is not the answer's
+            between = 1 if extra.get("reasoning_max_tokens") else 0  # the forced end of the thought is not counted
             assert cut.reason == "length" and cut.usage.completion_tokens - thought in (limit, limit + between)
     assert ask(client, stream, max_tokens=8, extra_body=THINK | {"response_max_tokens": limit}).reason == "length"
 
 
 @both
-def test_what_is_not_thought_is_not_limited(client: openai.OpenAI, stream: bool) -> None:
+def test_reasoning_limit_does_not_limit_content(client: openai.OpenAI, stream: bool) -> None:
     limited = ask(client, stream, extra_body={"reasoning_max_tokens": 0})
     assert limited.content == ask(client, stream).content
 
 
 @both
-def test_a_form_begins_after_the_thought(client: openai.OpenAI, stream: bool) -> None:
-    for extra in ({"guided_choice": ["many", "102"]}, {"guided_regex": "(many|102)", "reasoning_max_tokens": 100}):
-        told = ask(client, stream, extra_body=THINK | extra)
-        assert (told.thought, told.content) == (THOUGHT, "102")
+def test_constraint_applies_after_thought(client: openai.OpenAI, stream: bool) -> None:
+    for fields in ({"guided_choice": ["many", "102"]}, {"guided_regex": "(many|102)", "reasoning_max_tokens": 100}):
+        reply = ask(client, stream, extra_body=THINK | fields)
+        assert (reply.thought, reply.content) == (THOUGHT, "102")
     schema = {"type": "object", "properties": {"sum": {"type": "integer", "maximum": 999}}, "required": ["sum"]}
-    form = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema | {"additionalProperties": False}}}
-    told = ask(client, stream, response_format=form, extra_body=THINK)
-    assert told.thought == THOUGHT
-    jsonschema.validate(json.loads(told.content), schema)
+    schema_format = {
+        "type": "json_schema",
+        "json_schema": {"name": "sum", "schema": schema | {"additionalProperties": False}},
+    }
+    reply = ask(client, stream, response_format=schema_format, extra_body=THINK)
+    assert reply.thought == THOUGHT
+    jsonschema.validate(json.loads(reply.content), schema)
 
 
 @both
-def test_an_unfinished_thought_is_no_content(client: openai.OpenAI, stream: bool) -> None:
-    told = ask(client, stream, max_tokens=8, extra_body=THINK)
-    assert told.content == "" and THOUGHT.startswith(told.thought) and told.reason == "length"
-    assert told.usage.completion_tokens_details.reasoning_tokens == 8
+def test_unfinished_thought_is_not_content(client: openai.OpenAI, stream: bool) -> None:
+    reply = ask(client, stream, max_tokens=8, extra_body=THINK)
+    assert reply.content == "" and THOUGHT.startswith(reply.thought) and reply.reason == "length"
+    assert reply.usage.completion_tokens_details.reasoning_tokens == 8
 
 
-def test_a_thought_can_be_gone_on_with() -> None:
+def test_unfinished_thought_can_be_continued() -> None:
     llm = LLM(num_gpu_blocks_override=200, chat_template=PLAIN_TEMPLATE.replace("TEACHES", "</think>"))
-    begun = {"role": "assistant", "content": "<think>\n12 + 34 = 46"}
+    unfinished = {"role": "assistant", "content": "<think>\n12 + 34 = 46"}
     options = {"add_generation_prompt": False, "continue_final_message": True, "use_tqdm": False}
-    (output,) = llm.chat([*SUM, begun], SamplingParams(temperature=0, max_tokens=60), **options)
+    (output,) = llm.chat([*SUM, unfinished], SamplingParams(temperature=0, max_tokens=60), **options)
     assert output.outputs[0].message
     assert (output.outputs[0].message.reasoning_content, output.outputs[0].message.content) == (THOUGHT[12:], ANSWER)
 
 
-def test_limits_that_cannot_be_kept_are_refused(client: openai.OpenAI) -> None:
-    for fields, words in (
+def test_invalid_or_conflicting_limits_are_refused(client: openai.OpenAI) -> None:
+    for fields, message in (
         ({"reasoning_max_tokens": -1}, "reasoning_max_tokens"),
         ({"reasoning_max_tokens": 5, "bad_words": ["x"]}, "bad_words.*reasoning_max_tokens"),
         ({"reasoning_max_tokens": 5, "allowed_token_ids": [5]}, "allowed_token_ids.*reasoning_max_tokens"),
         ({"response_max_tokens": 0}, "response_max_tokens"),
         ({"response_max_tokens": 5, "use_beam_search": True, "n": 2}, "use_beam_search.*response_max_tokens"),
     ):
-        with pytest.raises(openai.BadRequestError, match=words):
+        with pytest.raises(openai.BadRequestError, match=message):
             ask(client, False, extra_body=fields)
     for field in ("reasoning_max_tokens", "response_max_tokens"):
         with pytest.raises(openai.BadRequestError, match=f"{field}: is for chats only"):
             client.completions.create(model="default", prompt="x", extra_body={field: 1})
 
 
-def test_company_changes_no_thought() -> None:
-    """Nor do probabilities, chunks, siblings, preemption or guesses."""
+def test_batching_changes_no_thought() -> None:
+    """Nor do logprobs, chunked prefill, ``n`` samples, preemption or speculative decoding."""
     questions = [[{"role": "user", "content": f"What is {i} + {2 * i} + 56?"}] for i in (12, 23)]
-    form = GuidedDecodingParams(regex="[0-9]{1,4}")
+    constraint = GuidedDecodingParams(regex="[0-9]{1,4}")
     kinds: list[dict[str, Any]] = [
         {"reasoning_max_tokens": 7},
-        {"guided_decoding": form},
-        {"guided_decoding": form, "reasoning_max_tokens": 4},
+        {"guided_decoding": constraint},
+        {"guided_decoding": constraint, "reasoning_max_tokens": 4},
         {"response_max_tokens": 5},
         {},
     ]
     params = [SamplingParams(max_tokens=80, seed=3, temperature=t, **kind) for kind in kinds for t in (0.0, 1.0)]
-    cases = [(questions[i // 2 % 2], own) for i, own in enumerate(params)]
+    cases = [(questions[i // 2 % 2], sampling) for i, sampling in enumerate(params)]
     llm = LLM(num_gpu_blocks_override=400, block_size=16)
-    guess = {"method": "draft_model", "adaptive": False}
-    guessing = LLM(num_gpu_blocks_override=400, block_size=16, speculative_config=guess)
+    speculation = {"method": "draft_model", "adaptive": False}
+    speculative = LLM(num_gpu_blocks_override=400, block_size=16, speculative_config=speculation)
     tight = LLM(num_gpu_blocks_override=20, block_size=16, max_model_len=256, max_num_seqs=8, max_num_batched_tokens=40)
 
     def run(llm: LLM, cases: list[Any]) -> list[Any]:
-        asked, own = zip(*cases, strict=True)
-        outputs = llm.chat(list(asked), list(own), use_tqdm=False, chat_template_kwargs=THINK["chat_template_kwargs"])
+        chats, samplings = zip(*cases, strict=True)
+        outputs = llm.chat(
+            list(chats), list(samplings), use_tqdm=False, chat_template_kwargs=THINK["chat_template_kwargs"]
+        )
         return [output.outputs[0] for output in outputs]
 
     alone = [run(llm, [case])[0] for case in cases]
-    told = run(llm, [(question, own.replace(logprobs=1)) for question, own in cases])
-    siblings = run(llm, [(question, own.replace(n=3)) for question, own in cases])
-    pressed = run(tight, cases * 3)[-len(cases) :]
+    with_logprobs = run(llm, [(question, sampling.replace(logprobs=1)) for question, sampling in cases])
+    siblings = run(llm, [(question, sampling.replace(n=3)) for question, sampling in cases])
+    preempted = run(tight, cases * 3)[-len(cases) :]
     assert tight.engine.scheduler.num_preemptions > 0
-    guessed = run(guessing, cases)
-    assert guessing.engine.scheduler.speculation.stats.accepted_tokens > 0
-    for (_, own), one, *others in zip(cases, alone, told, siblings, pressed, guessed, strict=True):
-        assert all(other.token_ids == one.token_ids and other.message == one.message for other in others)
-        if own.reasoning_max_tokens is not None:
-            assert one.reasoning_tokens <= own.reasoning_max_tokens + 2
-        if own.guided_decoding:
-            assert re.fullmatch("[0-9]{1,4}", one.message.content)
+    speculated = run(speculative, cases)
+    assert speculative.engine.scheduler.speculation.stats.accepted_tokens > 0
+    for (_, sampling), expected, *others in zip(
+        cases, alone, with_logprobs, siblings, preempted, speculated, strict=True
+    ):
+        assert all(other.token_ids == expected.token_ids and other.message == expected.message for other in others)
+        if sampling.reasoning_max_tokens is not None:
+            assert expected.reasoning_tokens <= sampling.reasoning_max_tokens + 2
+        if sampling.guided_decoding:
+            assert re.fullmatch("[0-9]{1,4}", expected.message.content)
 
 
-def test_a_model_that_would_end_within_its_thought_goes_on_with_the_answer() -> None:
+def test_end_token_within_thought_is_followed_by_constrained_answer() -> None:
     llm = LLM(num_gpu_blocks_override=100)
     (end,) = llm.get_tokenizer().encode("<|im_end|>", add_special_tokens=False)
     params = SamplingParams(temperature=0, max_tokens=20, logit_bias={end: 100})
-    made = llm.chat(SUM, params.replace(guided_decoding=GuidedDecodingParams(regex="[ab]{2}")), use_tqdm=False, **THINK)
-    message = made[0].outputs[0].message
+    outputs = llm.chat(
+        SUM, params.replace(guided_decoding=GuidedDecodingParams(regex="[ab]{2}")), use_tqdm=False, **THINK
+    )
+    message = outputs[0].outputs[0].message
     assert message and re.fullmatch("[ab]{2}", message.content)
     assert llm.chat(SUM, params, use_tqdm=False, **THINK)[0].outputs[0].message.content == ""
 
 
-# --- Marks that are special tokens, or none ---------------------------------------------------------------------------
+# --- Markers that are special tokens, or no tokens at all -------------------------------------------------------------
 
 
 def tokenizer_with(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any] | None]) -> Path:
-    """The demo model's tokenizer with each of its added tokens changed, or taken out."""
+    """Copy of the demo model's tokenizer with each added token changed, or removed (``change`` returns None)."""
     for file in demo.CHAT.iterdir():
         if file.suffix in (".json", ".jinja"):
             shutil.copy(file, folder)
@@ -198,7 +207,7 @@ def tokenizer_with(folder: Path, change: Callable[[dict[str, Any]], dict[str, An
     return folder
 
 
-def test_special_marks_are_read_and_are_no_content(tmp_path: Path) -> None:
+def test_special_token_markers_are_parsed_and_not_in_content(tmp_path: Path) -> None:
     tokenizer = tokenizer_with(tmp_path, lambda token: token | {"special": True})
     special, plain = LLM(num_gpu_blocks_override=200, tokenizer=tokenizer), LLM(num_gpu_blocks_override=200)
     greedy = SamplingParams(temperature=0, max_tokens=100)
@@ -212,24 +221,24 @@ def test_special_marks_are_read_and_are_no_content(tmp_path: Path) -> None:
     thought, _, called = answers(special)
     assert (thought.reasoning_content, thought.content) == (THOUGHT, ANSWER)
     assert [(call.name, call.arguments) for call in called.tool_calls] == [("get_weather", '{"city": "巴黎"}')]
-    (mark,) = special.get_tokenizer().encode("</think>", add_special_tokens=False)
-    always = greedy.replace(logit_bias={mark: 100}, max_tokens=5)
-    for llm, said in ((special, ""), (plain, "</think>" * 5)):
-        assert llm.chat(SUM, always, use_tqdm=False)[0].outputs[0].message.content == said
+    (marker,) = special.get_tokenizer().encode("</think>", add_special_tokens=False)
+    always = greedy.replace(logit_bias={marker: 100}, max_tokens=5)
+    for llm, content in ((special, ""), (plain, "</think>" * 5)):
+        assert llm.chat(SUM, always, use_tqdm=False)[0].outputs[0].message.content == content
     shown = special.chat(SUM, always.replace(skip_special_tokens=False), use_tqdm=False)[0].outputs[0]
     assert shown.message.content == "</think>" * 5
 
 
-def test_marks_that_are_no_tokens_are_read_and_set_no_limit(tmp_path: Path) -> None:
+def test_multi_token_markers_are_parsed_and_limits_refused(tmp_path: Path) -> None:
     tokenizer = tokenizer_with(tmp_path, lambda token: token if "think" not in token["content"] else None)
     llm = LLM(num_gpu_blocks_override=200, tokenizer=tokenizer)
     written = "".join(llm.get_tokenizer().decode_token(i) for i in llm.get_tokenizer().encode("</think>"))
     assert written == "</think>" and len(llm.get_tokenizer().encode("</think>")) > 1
     with pytest.raises(PenstockError, match=r"reasoning_max_tokens.*no single token ends it"):
         llm.chat(SUM, SamplingParams(reasoning_max_tokens=5), use_tqdm=False, **THINK)
-    said = "<think>\nx\n</think>\n\ny"
-    forced = SamplingParams(temperature=0, max_tokens=100, guided_decoding=GuidedDecodingParams(choice=[said]))
-    made = llm.chat(SUM, forced, use_tqdm=False, **THINK)[0].outputs[0]
-    assert (made.message.reasoning_content, made.message.content) == ("x", "y")
-    spelled = [llm.get_tokenizer().decode_token(token) for token in made.token_ids]
-    assert "".join(spelled[: made.reasoning_tokens]).rstrip("\n") == "<think>\nx\n</think>"
+    text = "<think>\nx\n</think>\n\ny"
+    forced = SamplingParams(temperature=0, max_tokens=100, guided_decoding=GuidedDecodingParams(choice=[text]))
+    output = llm.chat(SUM, forced, use_tqdm=False, **THINK)[0].outputs[0]
+    assert (output.message.reasoning_content, output.message.content) == ("x", "y")
+    tokens = [llm.get_tokenizer().decode_token(token) for token in output.token_ids]
+    assert "".join(tokens[: output.reasoning_tokens]).rstrip("\n") == "<think>\nx\n</think>"

@@ -1,4 +1,4 @@
-"""Tokenizers of checkpoints without ``tokenizer.json``, against the libraries that their files belong to."""
+"""Tokenizers of checkpoints without ``tokenizer.json``, against sentencepiece, tiktoken and transformers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LINES = [
 
 SPACE = "\u2581"
 DEFINED = {"": [], "defined": [SPACE * 2, SPACE * 4, f"<b>{SPACE}", "<tag>", "ver", "\n\n", "s t"]}
-"""Pieces that SentencePiece emits whole. It never finds the last one, as it replaces spaces before."""
+"""User-defined pieces, which SentencePiece never splits. The last is never found, as spaces are replaced before."""
 
 
 @pytest.fixture(
@@ -66,10 +66,12 @@ def piece_model(
 @example(text="the river runs to")
 @example(text="  the\x85 \n river \n ")
 @example(text="     river<tag>river   <b>  over\n\n\n    ")
-def test_sentencepiece_models(piece_model: tuple[sentencepiece.SentencePieceProcessor, Tokenizer], text: str) -> None:
+def test_sentencepiece_model_matches_sentencepiece(
+    piece_model: tuple[sentencepiece.SentencePieceProcessor, Tokenizer], text: str
+) -> None:
     theirs, ours = piece_model
-    text = text.replace("\u2581", "_")  # the mark of a space is no text
-    assume(not re.search("</?s>|<unk>", text))  # special tokens, which sentencepiece spells out
+    text = text.replace("\u2581", "_")  # U+2581 stands for a space in SentencePiece
+    assume(not re.search("</?s>|<unk>", text))  # special tokens; sentencepiece would encode them as text
     if json.loads(ours.to_json())["model"]["type"] == "Unigram" and theirs.piece_to_id("<tag>") != theirs.unk_id():
         assume("   " not in f" {text}")  # two segmentations with equal scores
     expected = theirs.encode(text)
@@ -78,7 +80,7 @@ def test_sentencepiece_models(piece_model: tuple[sentencepiece.SentencePieceProc
     assert ours.decode(ours.encode(text)).lstrip(" ") == theirs.decode(expected).lstrip(" ")
 
 
-def test_model_with_spaces_behind_words_is_refused(tmp_path: Path) -> None:
+def test_model_with_whitespace_as_suffix_is_refused(tmp_path: Path) -> None:
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(LINES * 20),
         model_prefix=str(tmp_path / "tokenizer"),
@@ -93,10 +95,10 @@ def test_model_with_spaces_behind_words_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("normalized", [False, True])
-def test_added_tokens_of_a_sentencepiece_model(
+def test_added_tokens_extend_sentencepiece_model(
     piece_model: tuple[sentencepiece.SentencePieceProcessor, Tokenizer], tmp_path: Path, normalized: bool
 ) -> None:
-    """New ones, and one that renames a piece of the model."""
+    """New tokens, and one that renames a piece of the model."""
     theirs, old = piece_model
     (tmp_path / "tokenizer.model").write_bytes(theirs.serialized_model_proto())
     size, renamed = theirs.get_piece_size(), theirs.piece_to_id("<0x41>")
@@ -111,7 +113,7 @@ def test_added_tokens_of_a_sentencepiece_model(
 
 
 @pytest.mark.parametrize("legacy", [None, True])
-def test_null_for_legacy_is_the_old_behaviour(
+def test_null_legacy_means_legacy_behaviour(
     piece_model: tuple[sentencepiece.SentencePieceProcessor, Tokenizer], tmp_path: Path, legacy: bool | None
 ) -> None:
     theirs, old = piece_model
@@ -120,7 +122,7 @@ def test_null_for_legacy_is_the_old_behaviour(
     assert Tokenizer(tmp_path).encode("river</s>river") == old.encode("river</s>river")
 
 
-def test_only_old_models_put_a_space_after_every_special_token(
+def test_only_legacy_models_add_space_after_special_tokens(
     piece_model: tuple[sentencepiece.SentencePieceProcessor, Tokenizer], tmp_path: Path
 ) -> None:
     theirs, old = piece_model
@@ -163,7 +165,7 @@ KIMI = "|".join(
         r"""\s+""",
     ]
 )
-"""As the models' own tokenizers have them."""
+"""Patterns copied from the models' tokenizers."""
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, bool]] = {
     "Kimi-K2": (
         "tiktoken.model",
@@ -186,7 +188,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, bool]] = {
     "GLM-4": ("tokenizer.model", {"tokenizer_class": "ChatGLM4Tokenizer"}, {"model_type": "chatglm"}, GPT4, False),
     "Hunyuan": ("hy.tiktoken", {"auto_map": ["tokenization_hy.HYTokenizer", None]}, {}, QWEN, True),
 }
-"""File, ``tokenizer_config.json``, ``config.json``, pattern, and whether texts are normalized, by model."""
+"""File name, ``tokenizer_config.json``, ``config.json``, pattern, and True if texts are NFC-normalized, by model."""
 HARD = st.text(
     st.sampled_from("don't DON'Tt  he'Ll X河流abc入海 éé12345678 ./\r\n\t\u0301\u0915\u093f\u3042ß“”_-🙂\u00a0")
     | st.characters(codec="utf-8"),
@@ -225,7 +227,7 @@ def test_tiktoken_file_is_split_with_the_pattern_of_its_model(
     assert ours.decode(ours.encode(text, add_special_tokens=False)) == text
 
 
-def test_added_tokens_have_their_own_ids(rank_file: tuple[tiktoken.Encoding, Tokenizer, bool]) -> None:
+def test_added_tokens_keep_configured_ids(rank_file: tuple[tiktoken.Encoding, Tokenizer, bool]) -> None:
     theirs, ours, _ = rank_file
     end = theirs.n_vocab + 2
     assert ours.encode("the<|im_end|>") == [*theirs.encode("the"), end]
@@ -234,7 +236,7 @@ def test_added_tokens_have_their_own_ids(rank_file: tuple[tiktoken.Encoding, Tok
 
 
 @pytest.mark.parametrize(
-    ("tokenizer_config", "config", "named"),
+    ("tokenizer_config", "config", "message"),
     [
         ({}, {}, "no tokenizer_class, no model_type"),
         ({"tokenizer_class": "PreTrainedTokenizerFast"}, {"model_type": "new_model"}, "model_type new_model"),
@@ -242,12 +244,12 @@ def test_added_tokens_have_their_own_ids(rank_file: tuple[tiktoken.Encoding, Tok
     ],
 )
 def test_tiktoken_file_of_an_unknown_model_is_refused(
-    tmp_path: Path, tokenizer_config: dict[str, Any], config: dict[str, Any], named: str
+    tmp_path: Path, tokenizer_config: dict[str, Any], config: dict[str, Any], message: str
 ) -> None:
     (tmp_path / "tiktoken.model").write_bytes(rank_lines(ranks()))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(PenstockError, match=named) as refused:
+    with pytest.raises(PenstockError, match=message) as refused:
         Tokenizer(tmp_path)
     assert refused.value.failure.code is Code.UNSUPPORTED
 
@@ -260,7 +262,7 @@ def test_tiktoken_file_of_an_unknown_model_is_refused(
         ({"model_type": "qwen"}, [], "<|im_end|>"),
     ],
 )
-def test_special_tokens_that_only_the_model_s_code_has(
+def test_special_tokens_defined_only_in_model_code_are_known(
     tmp_path: Path, config: dict[str, Any], before: list[str], token: str
 ) -> None:
     known = ranks()
@@ -273,7 +275,7 @@ def test_special_tokens_that_only_the_model_s_code_has(
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "x.tiktoken"])
-def test_damaged_files_are_named(tmp_path: Path, name: str) -> None:
+def test_damaged_file_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"\x0a\xff\x01ab")
     with pytest.raises(PenstockError, match="cannot be read"):
         Tokenizer(tmp_path)
@@ -290,9 +292,9 @@ def word_pieces(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return BertTokenizer.from_pretrained(folder, **json.loads(request.param)), Tokenizer(folder)
 
 
-@given(text=TEXT, second=TEXT.filter(bool))  # the library takes an empty second text for none
+@given(text=TEXT, second=TEXT.filter(bool))  # transformers treats an empty second text as absent
 @example(text="The RIVER runs [MASK] to thé 河流", second="[SEP]")
-def test_bert_s_vocab_txt(word_pieces: tuple[Any, Tokenizer], text: str, second: str) -> None:
+def test_bert_vocab_txt_matches_transformers(word_pieces: tuple[Any, Tokenizer], text: str, second: str) -> None:
     theirs, ours = word_pieces
     assert ours.encode(text) == theirs.encode(text)
     pair, expected = ours.encode_texts(Texts(text, second)), theirs(text, second)
@@ -300,7 +302,7 @@ def test_bert_s_vocab_txt(word_pieces: tuple[Any, Tokenizer], text: str, second:
     assert pair.second_text == expected["token_type_ids"].index(1)
 
 
-def test_a_vocab_txt_without_special_tokens_is_told(tmp_path: Path) -> None:
+def test_vocab_txt_without_special_tokens_is_refused(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_text("the\nriver\n")
     with pytest.raises(PenstockError, match=r"vocab.txt cannot be read: it lacks \[UNK\], \[CLS\], \[SEP\]"):
         Tokenizer(tmp_path)

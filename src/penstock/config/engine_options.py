@@ -58,7 +58,7 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_ratio: Annotated[float, option(gt=0, le=1)] = 1.0
     """Share of the KV blocks that newly admitted prompts may fill; the rest is for the output of running sequences."""
     static_decode_blocks: Annotated[int, option("blocks", ge=0)] = 0
-    """Number of KV blocks reserved for a request's output when it is admitted."""
+    """Number of KV blocks allocated for a request's output when it is admitted."""
 
     def __post_init__(self) -> None:
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:

@@ -1,5 +1,5 @@
-// The kernels of the portable set against plain loops in double precision, for machines whose Python the tests do not run
-// with. Prints what differs, and exits with 1 if something does. Adapters and sketches are left to test_ops.py.
+// Compares the portable kernels with plain loops in double precision, for platforms on which the Python tests do not run.
+// Prints the differences, and exits with status 1 if there are any. test_ops.py tests adapters and sketches.
 
 #include <algorithm>
 #include <cmath>
@@ -25,14 +25,14 @@ std::mt19937 random_bits(0);
 double draw() { return double(random_bits()) / 2147483648.0 - 1; }  // from -1 to 1
 int64_t draw(int64_t least, int64_t most) { return least + int64_t(random_bits()) % (most - least + 1); }
 
-void close(const std::string& what, int64_t at, double got, double expected, double tolerance) {
+void close(const std::string& name, int64_t index, double found, double expected, double tolerance) {
   compared++;
-  if (std::fabs(got - expected) <= tolerance) return;
+  if (std::fabs(found - expected) <= tolerance) return;
   if (failures++ < 20)
-    std::printf("%s [%lld]: %.9g, not %.9g (within %.3g)\n", what.c_str(), (long long)at, got, expected, tolerance);
+    std::printf("%s [%lld]: %.9g, not %.9g (within %.3g)\n", name.c_str(), (long long)index, found, expected, tolerance);
 }
 
-// Numbers of a type, as the kernels read and write them.
+// An array of a type that the kernels read and write.
 struct Numbers {
   Type type;
   std::vector<char> bytes;
@@ -41,9 +41,9 @@ struct Numbers {
 
   static int64_t width(Type type) { return type == Type::float32 ? 4 : 2; }
   static Numbers drawn(Type type, int64_t count) {
-    Numbers made(type, count);
-    for (int64_t i = 0; i < count; i++) made.set(i, draw());
-    return made;
+    Numbers result(type, count);
+    for (int64_t i = 0; i < count; i++) result.set(i, draw());
+    return result;
   }
   void* at(int64_t i) { return bytes.data() + i * width(type); }
   double operator[](int64_t i) const {
@@ -53,11 +53,11 @@ struct Numbers {
     memcpy(&value, &bits, 4);
     return value;
   }
-  void set(int64_t i, double value) {  // bfloat16 is cut, not rounded
+  void set(int64_t i, double value) {  // truncates to bfloat16
     const float narrow = float(value);
     memcpy(at(i), (const char*)&narrow + 4 - width(type), width(type));
   }
-  // What rounding a result of that size to the type may add.
+  // Largest error of rounding a value to the type.
   double step(double value) const { return std::fabs(value) * (type == Type::float32 ? 1.2e-7 : 4e-3); }
 };
 
@@ -72,7 +72,7 @@ struct Layer {
   Matrix matrix{};
   std::vector<char> panels;
   std::vector<float> scales, bias;
-  std::vector<double> weights;  // as the integers and scales have them
+  std::vector<double> weights;  // dequantized
 
   Layer(Format format, Type type, int64_t in, int64_t outputs, int64_t group, bool biased) {
     const std::string name = name_of(format, type) + " pack";
@@ -109,20 +109,20 @@ struct Layer {
       const double scale = scales[(output / kPanel * groups + input / matrix.group) * kPanel + output % kPanel];
       const double integer = std::rint(kept[i] / scale);
       const bool eight = format == Format::w8a8 || format == Format::wint8;
-      const bool cut = !eight && (integer == 7 || integer == -8);  // by a scale that was searched
+      const bool cut = !eight && (integer == 7 || integer == -8);  // clipped: the search chose a smaller scale
       weights[i] = integer * scale;
       close(name, i, weights[i], weight[i], std::fabs(scale) * (cut ? 4 : 0.501));
     }
   }
 };
 
-// Inputs of a layer, rounded where its format wants that.
+// Inputs of a layer, quantized if its format has quantized activations.
 struct Inputs {
   Numbers x;
   std::vector<int8_t> integers;
   std::vector<float> scales;
   std::vector<int32_t> sums;
-  std::vector<double> values;  // that the layer is multiplied with
+  std::vector<double> values;  // the inputs, dequantized
   int64_t rows, row_bytes, groups;
   bool rounded;
 
@@ -155,7 +155,7 @@ struct Inputs {
     }
   }
 
-  // With the outputs of a row `stride` elements from those of the one before.
+  // The product of some rows. Rows of the outputs are `stride` elements apart.
   Linear product(const Matrix& m, int64_t first, int64_t count, int64_t panels, Numbers& out, int64_t stride) {
     return {m, rounded ? (void*)(integers.data() + first * row_bytes) : x.at(first * m.in), scales.data() + (rounded ? first : 0),
             sums.data() + (rounded ? first * groups : 0), out.at(0), stride, count, panels, out.type};
@@ -186,7 +186,7 @@ void check_linear(Format format, Type type, int64_t rows, int64_t in, int64_t ou
       close(name, row * outputs + o, wide[row * outputs + o], sum, 4e-6 * size);
       close(name + " narrowed", row * outputs + o, out[row * outputs + o], sum, 4e-6 * size + out.step(sum));
     }
-  // Each row is the same to the bit by itself.
+  // A row computed alone has the same bits.
   for (int64_t row : {int64_t(0), rows / 2, rows - 1}) {
     run(kernels.linear, inputs.product(layer.matrix, row, 1, 1, alone, outputs), outputs);
     close(name + " alone", row, memcmp(alone.at(0), out.at(row * outputs), alone.bytes.size()), 0, 0);
@@ -219,7 +219,7 @@ void check_linear(Format format, Type type, int64_t rows, int64_t in, int64_t ou
   }
 }
 
-// Blocks of a row by the Hadamard matrix of 1 and -1.
+// Multiplies each block of a row by the Hadamard matrix (of 1 and -1).
 void rotate(std::vector<double>& x, int64_t block) {
   for (int64_t half = 1; half < block; half *= 2)
     for (int64_t i = 0; i < int64_t(x.size()); i++)
@@ -423,7 +423,7 @@ void check_all() {
       for (int64_t rows : {1, 6, 7, 19}) check_linear(format, type, rows, draw(1, 150), draw(1, 150), group);
       check_linear(format, type, 3, 40, 2 * kPanel, group);                                         // gated
       check_linear(format, type, kernels.linear_rows + 3, draw(1, 40), draw(1, 2 * kPanel), group);  // several tasks
-      check_linear(format, type, 19, 1000 + draw(0, 50), 20, group);                                // several pieces
+      check_linear(format, type, 19, 1000 + draw(0, 50), 20, group);                                // several input chunks
     }
   for (const auto& [format, type] : kept)
     for (int64_t in : {64, 192, 96, 40, 37})
