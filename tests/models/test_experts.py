@@ -43,7 +43,7 @@ FORMATS = {name: scheme.layers for name, scheme in SCHEMES.items() if not scheme
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
-@pytest.fixture(params=kernels.available())  # not for the module: other tests compare with other processes
+@pytest.fixture(params=kernels.available())  # function scope: other tests compare with processes on the default set
 def instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
     before = kernels.current()
     kernels.use(request.param)

@@ -116,7 +116,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- Kernels ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=kernels.available())  # not for the module: other tests compare with other processes
+@pytest.fixture(params=kernels.available())  # function scope: other tests compare with processes on the default set
 def instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
     before = kernels.current()
     kernels.use(request.param)
