@@ -91,7 +91,7 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def layer(weights: dict[str, Tensor], name: str, x: Tensor, residual: Tensor) -> Tensor:
-    """Decoder layer without_drafts its input norm, for a whole sequence ``[length, inputs]``, with rotary embedding."""
+    """Decoder layer without its input norm, for a whole sequence ``[length, inputs]``, with rotary embedding."""
     length, heads, kv_heads, dim = len(x), 4, 2, 16
     q, k, v = (F.linear(x, weights[f"{name}.self_attn.{part}_proj.weight"]).view(length, -1, dim) for part in "qkv")
     angles = torch.outer(torch.arange(length).float(), 10000.0 ** -(torch.arange(0, dim, 2) / dim))
@@ -147,8 +147,8 @@ def chain(
 
 
 def eagle3(folder: Path, model: PreTrainedModel, variant: str) -> DraftFunction:
-    """Save a random EAGLE-3 head. Variants: ``published``, ``separate vocabulary`` (and embedding), and ``speculators``,
-    the format of that library."""
+    """Save a random EAGLE-3 head. Variants: ``published``, ``separate vocabulary`` (and embedding), ``speculators``
+    (the format of that library)."""
     torch.manual_seed(1)
     name, config, aux = "midlayer", dict[str, Any](), (2, 3, 4)
     weights = {"fc.weight": torch.randn(SIZE, 3 * SIZE) * 0.1, "norm.weight": torch.rand(SIZE) + 0.5}
@@ -246,11 +246,11 @@ HEADS = [
 ]
 
 
-def test_id(each: Any) -> str:
+def head_id(each: Any) -> str:
     return each if isinstance(each, str) else ""
 
 
-@pytest.mark.parametrize(("make", "method", "variant"), HEADS, ids=test_id)
+@pytest.mark.parametrize(("make", "method", "variant"), HEADS, ids=head_id)
 def test_drafts_equal_definition_in_pytorch(
     target: Path, model: PreTrainedModel, tmp_path: Path, make: Any, method: str, variant: str
 ) -> None:
@@ -307,7 +307,7 @@ def compare_drafts(target: Path, head: Path, drafted: DraftFunction) -> None:
     assert compared > 50
 
 
-@pytest.mark.parametrize(("make", "method", "variant"), HEADS, ids=test_id)
+@pytest.mark.parametrize(("make", "method", "variant"), HEADS, ids=head_id)
 def test_plan_includes_memory_of_heads(
     make: Callable[[Path, PreTrainedModel, str], DraftFunction],
     method: str,

@@ -80,7 +80,7 @@ def test_killed_engine_fails_its_requests_at_once_and_restarts(
 
 def test_greedy_clients_do_not_block_others(questions: list[Question], shared: Served) -> None:
     tally = storm.run(storm.greedy_clients(questions, 2, n=50, shared=shared))
-    # well below the duration of the scenario; the next test has the limits of the contract
+    # nobody waits until the greedy requests have ended; the next test checks the contract's limits
     assert max(tally.slowest_live, tally.longest_gap) < 20, tally
 
 

@@ -111,7 +111,7 @@ def test_tree_drafts_do_not_change_outputs(
 
 
 def test_trees_have_more_accepted_tokens_than_their_first_path(attending: Heads, plain: list[Any]) -> None:
-    """One sequence at a time, greedy or sampled. Requests with penalties get drafts of the first path only."""
+    """One sequence at a time, greedy or sampled. With penalties, only the first path is drafted."""
     folder, heads = attending
     accepted = []
     for more in ({"medusa_choices": TREE}, {"num_speculative_tokens": 3}):

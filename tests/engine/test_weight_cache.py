@@ -90,9 +90,9 @@ def test_weights_of_another_checkpoint_state_are_packed_again(checkpoint: Path, 
     assert answers(checkpoint, cache) == changed
 
 
-def flip_bits(whole: bytes, begin: int, end: int) -> bytes:
+def flip_bits(content: bytes, begin: int, end: int) -> bytes:
     """Flip 300 bits in a range of bytes."""
-    damaged, rng = bytearray(whole), random.Random(0)
+    damaged, rng = bytearray(content), random.Random(0)
     for _ in range(300):
         damaged[rng.randrange(begin, end)] ^= 1 << rng.randrange(8)
     return bytes(damaged)
@@ -104,14 +104,14 @@ def test_damaged_tensors_are_logged_and_packed_again(
     cache = tmp_path / "cache"
     expected = answers(checkpoint, cache)
     (file,) = cache.iterdir()
-    whole = file.read_bytes()
-    file.write_bytes(flip_bits(whole, DATA, len(whole)))
+    content = file.read_bytes()
+    file.write_bytes(flip_bits(content, DATA, len(content)))
     with caplog.at_level(logging.WARNING):
         assert answers(checkpoint, cache) == expected
     (message,) = [record.getMessage() for record in caplog.records]
     assert re.search(rf"{file}: \d+ tensors are damaged and made again: model.embed_tokens \(values\), .*", message)
-    assert file.read_bytes() == whole
-    damaged = bytearray(whole)
+    assert file.read_bytes() == content
+    damaged = bytearray(content)
     damaged[-1] ^= 1
     file.write_bytes(damaged)
     caplog.clear()
@@ -119,19 +119,19 @@ def test_damaged_tensors_are_logged_and_packed_again(
         assert answers(checkpoint, cache) == expected
     (message,) = [record.getMessage() for record in caplog.records]
     assert re.fullmatch(rf"{file}: a tensor is damaged and made again: \S+ \((scales|values)\)", message)
-    assert file.read_bytes() == whole
+    assert file.read_bytes() == content
 
 
 def edit_header(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
     """Return a function that changes the header of a file, with a matching checksum."""
 
-    def changed(whole: bytes) -> bytes:
-        length = int.from_bytes(whole[8:16], "little")
-        header = msgspec.json.decode(whole[24 : 24 + length])
+    def changed(content: bytes) -> bytes:
+        length = int.from_bytes(content[8:16], "little")
+        header = msgspec.json.decode(content[24 : 24 + length])
         change(header)
         data = msgspec.json.encode(header)
         sizes = len(data).to_bytes(8, "little") + xxh3_64_intdigest(data).to_bytes(8, "little")
-        return (whole[:8] + sizes + data).ljust(DATA, b"\0") + whole[DATA:]
+        return (content[:8] + sizes + data).ljust(DATA, b"\0") + content[DATA:]
 
     return changed
 
@@ -142,13 +142,13 @@ def edit_first_tensor(**fields: Any) -> Callable[[bytes], bytes]:
 
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
-    "empty": lambda whole: b"",
-    "cut short": lambda whole: whole[: DATA + 1000],
-    "cut short in its header": lambda whole: whole[:1000],
-    "garbage": lambda whole: random.Random(0).randbytes(len(whole)),
-    "header longer than the file": lambda whole: whole[:8] + b"\xff" * 8 + whole[16:],
-    "flipped bits in the header": lambda whole: flip_bits(whole, 24, 1000),
-    "earlier version": lambda whole: whole[8:],
+    "empty": lambda content: b"",
+    "cut short": lambda content: content[: DATA + 1000],
+    "cut short in its header": lambda content: content[:1000],
+    "garbage": lambda content: random.Random(0).randbytes(len(content)),
+    "header longer than the file": lambda content: content[:8] + b"\xff" * 8 + content[16:],
+    "flipped bits in the header": lambda content: flip_bits(content, 24, 1000),
+    "earlier version": lambda content: content[8:],
     "offset beyond the end": edit_first_tensor(offset=2**40),
     "negative offset": edit_first_tensor(offset=-DATA),
     "overlapping tensors": edit_header(
@@ -167,15 +167,15 @@ def test_unusable_files_are_packed_again(checkpoint: Path, tmp_path: Path, caplo
     cache = tmp_path / "cache"
     expected = answers(checkpoint, cache)
     (file,) = cache.iterdir()
-    whole = file.read_bytes()
+    content = file.read_bytes()
     for name, damage in DAMAGES.items():
-        file.write_bytes(damage(whole))
+        file.write_bytes(damage(content))
         caplog.clear()
         with caplog.at_level(logging.INFO):
             assert answers(checkpoint, cache) == expected, name
         messages = [record.getMessage() for record in caplog.records if "again" in record.getMessage()]
         assert len(messages) == 1 and "\n" not in messages[0], name
-        assert file.read_bytes() == whole, name
+        assert file.read_bytes() == content, name
     with caplog.at_level(logging.INFO):
         assert answers(checkpoint, file / "no-folder") == expected
     assert "are not kept" in caplog.text
@@ -326,7 +326,7 @@ def test_file_truncated_while_in_use_is_packed_again(tmp_path: Path) -> None:
     llm = start(demo.CHAT, cache, "none", blocks=100)
     expected = llm.generate(["The river"], greedy, use_tqdm=False)[0].outputs[0].text
     (file,) = cache.iterdir()
-    whole = file.stat().st_size
+    size = file.stat().st_size
     flags = ("--weight-cache-dir", str(cache), "--num-gpu-blocks-override", "100", "--dtype", "bfloat16")
     with Served(*flags) as served:
         client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
@@ -338,4 +338,4 @@ def test_file_truncated_while_in_use_is_packed_again(tmp_path: Path) -> None:
         served.find("ended: killed by SIGBUS", seen)
         served.find(r"cannot be used .it has \d+ bytes instead of \d+.", seen, limit=60)
         assert client.with_options(max_retries=20).completions.create(**request).choices[0].text == expected
-    assert file.stat().st_size == whole
+    assert file.stat().st_size == size
