@@ -328,7 +328,7 @@ def test_disconnected_nodes_end_the_engine(machines: Namespaces, checkpoint: Pat
 @pytest.mark.thorough
 @pytest.mark.usefixtures("shared_secret")
 def test_drafts_on_several_nodes_keep_tokens(machines: Namespaces, tmp_path: Path) -> None:
-    folder = with_head(tmp_path, knowing=False)
+    folder = with_head(tmp_path, accurate=False)
     config = json.dumps({"num_speculative_tokens": 3, "adaptive": False, "method": "mtp"})
     with ranks(folder, (1, 1)) as (engine, _):
         expected = {n: tokens(engine, n) for n in (1, 2, 8)}

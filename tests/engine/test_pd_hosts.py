@@ -119,6 +119,6 @@ def test_disconnected_hosts_are_lost_and_rejoin(hosts: Hosts) -> None:
 
 
 def test_engine_of_only_device_is_bound_to_all_cores(hosts: Hosts) -> None:
-    """The decode instance has the only device of its host. (The prefill instance's ranks divide the cores.)"""
+    """The decode instance has the only device of its host; the prefill instance's ranks would divide the cores."""
     (engine,) = hosts.decode.pids["engine"]
     assert os.sched_getaffinity(engine) == os.sched_getaffinity(0)

@@ -155,7 +155,7 @@ def test_ranks_generate_tokens_of_transformers(config: PreTrainedConfig, grid: G
 @pytest.mark.parametrize("method", ["draft_model", "mtp"])
 def test_ranks_keep_outputs_with_drafts_and_swapping(method: str, checkpoint: Path, tmp_path: Path) -> None:
     """With so few blocks that sequences are swapped out and in."""
-    folder = with_head(tmp_path, knowing=False) if method == "mtp" else checkpoint
+    folder = with_head(tmp_path, accurate=False) if method == "mtp" else checkpoint
     config = {"num_speculative_tokens": 2, "adaptive": False, "method": method}
     config |= {"model": str(folder)} if method == "draft_model" else {}
     options = OPTIONS | {"dtype": "float32", "num_gpu_blocks_override": 20, "preemption_mode": "swap"}
@@ -275,7 +275,7 @@ def test_drafter_failing_on_one_rank_loses_only_drafts(
 ) -> None:
     """It fails before some of its barriers. Only a failure in ``apply``, which updates its rows, fails the step."""
     (tmp_path / "checkpoint").mkdir()
-    folder = with_head(tmp_path / "checkpoint", knowing=False)
+    folder = with_head(tmp_path / "checkpoint", accurate=False)
     with ranks(folder, (1, 1)) as (engine, _):
         expected = {n: tokens(engine, n) for n in (1, 2, 8)}
     functions = [f"{drafter}.{name}" for name in ("propose", "after_step", "apply")]
@@ -293,7 +293,7 @@ def test_drafter_failing_on_one_rank_loses_only_drafts(
 
 
 def test_ranks_draft_same_tokens_as_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = with_head(tmp_path, knowing=False)
+    folder = with_head(tmp_path, accurate=False)
     config = json.dumps({"num_speculative_tokens": 3, "adaptive": False, "method": "mtp"})
     drafted: list[list[list[int] | None]] = []
     run_call = Executor.run
