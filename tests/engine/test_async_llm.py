@@ -34,7 +34,7 @@ async def started(**options: Any) -> AsyncIterator[AsyncLLM]:
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine, then check that it abandoned no open file and no child process."""
+    """Run a coroutine, then check that it left no open file and no child process."""
     zmq.Context.instance().socket(zmq.DEALER).close()  # ZeroMQ's threads start with the first socket and stay
     files, before = open_resources()
     asyncio.run(asyncio.wait_for(coroutine, 120))

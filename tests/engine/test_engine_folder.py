@@ -130,7 +130,7 @@ def mapping(pid: int, file: Path) -> dict[str, int]:
 
 def test_engine_folder_supports_lora_drafts_and_weight_updates(checkpoint: Path, tmp_path: Path) -> None:
     adapter(checkpoint, tmp_path / "adapter")
-    other = with_head(tmp_path / "head", knowing=True)
+    other = with_head(tmp_path / "head", accurate=True)
     build(other, tmp_path / "engine", dtype="float32")
     shutil.copytree(other, tmp_path / "new")
     changed = (tmp_path / "new" / "model.safetensors").read_bytes()

@@ -201,7 +201,7 @@ def test_worker_ends_when_engine_is_killed(checkpoint: Path) -> None:
 
 def test_interrupted_step_leaves_no_tokens_for_next_request(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while the engine waits for a step."""
-    repeated = request("repeated", temperature=0, max_tokens=20)
+    repeated = request("again", temperature=0, max_tokens=20)
     with closing(start(checkpoint)) as engine:
         engine.add(repeated)
         alone = [token for delta in run(engine) for token in delta.token_ids]

@@ -254,7 +254,7 @@ def test_pydantic_model_is_used_as_schema(llm: LLM) -> None:
 
 
 def test_batch_does_not_change_constrained_outputs(llm: LLM) -> None:
-    """Nor do logprobs (without them, forced tokens take no step), preemption and drafts."""
+    """Neither do logprobs (without them, forced tokens take no step), preemption or drafts."""
     constraints = [*(constraint for constraint, _ in CONSTRAINTS.values()), guided(json=PERSON), None]
     params = [
         SamplingParams(guided_decoding=constraint, temperature=t, seed=7, max_tokens=80)

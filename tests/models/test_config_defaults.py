@@ -176,7 +176,7 @@ def test_missing_field_has_the_default_of_transformers(family: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_config_with_only_its_class_has_the_defaults(family: str, tmp_path: Path) -> None:
+def test_config_with_only_model_type_has_the_defaults(family: str, tmp_path: Path) -> None:
     raw = drawn(family, 0)
     assert compare({name: raw[name] for name in ("model_type", "architectures")}, tmp_path)
 

@@ -220,7 +220,7 @@ SPEECH = (
 
 
 @pytest.mark.thorough
-def test_whisper_tiny_word_times_are_near_those_of_transformers() -> None:
+def test_whisper_tiny_word_times_are_near_transformers() -> None:
     """Speech of more than one window, over HTTP. Compares the words that both systems transcribe alike."""
     from real_models import speech, whisper
     from transformers import WhisperTokenizer, pipeline
