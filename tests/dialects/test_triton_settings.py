@@ -325,7 +325,7 @@ def test_error_of_parameter_is_complete(
             (model, "instance_group [ { count: 4 kind: KIND_CPU } ]", "instance_group is ignored")
             for model in ("tensorrt_llm_bls", "preprocessing", "postprocessing")
         ],
-        ("tensorrt_llm", parameter("lora_cache_host_memory_bytes", "9"), "lora_cache_host_memory_bytes has no meaning"),
+        ("tensorrt_llm", parameter("lora_cache_host_memory_bytes", "9"), "lora_cache_host_memory_bytes is ignored"),
         ("tensorrt_llm", parameter("recv_poll_period_ms", "9"), "recv_poll_period_ms is ignored"),
         ("tensorrt_llm", parameter("executor_worker_path", "/a"), "executor_worker_path is ignored"),
     ],

@@ -1,4 +1,4 @@
-"""Pages of docs/architecture name what exists: files, folders, classes, functions; their drawings are up to date."""
+"""Pages of docs/architecture name existing files, folders, classes and functions; their drawings are up to date."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_named_classes_and_functions_exist() -> None:
     suffixes = (".py", ".h", ".cc", ".json", ".txt", ".toml")
     named = {part for name in found if not name.endswith(suffixes) for part in re.split(r"\.|::", name)}
     assert len(named) > 150
-    words = set(re.findall(r"\w+", CODE))
-    assert not [name for name in named if re.search(r"[A-Z_]", name) and name not in words]
+    identifiers = set(re.findall(r"\w+", CODE))
+    assert not [name for name in named if re.search(r"[A-Z_]", name) and name not in identifiers]
 
 
 def test_functions_of_request_flow_are_in_their_files() -> None:
@@ -61,7 +61,7 @@ def test_functions_of_request_flow_are_in_their_files() -> None:
     assert len(found) > 25
     for owner, method, path in found:
         text = (ROOT / "src/penstock" / path).read_text(encoding="utf-8")
-        if method and f"class {owner}" not in text:  # an instance's method
+        if method and f"class {owner}" not in text:  # the owner is an instance
             assert re.search(rf"def {method}\b", text), (owner, method, path)
         else:
             assert re.search(rf"\b(class|def) {method or owner}\b", text), (owner, method, path)
@@ -83,7 +83,7 @@ def test_overview_links_every_page() -> None:
 
 
 def test_drawings_are_up_to_date(drawings: dict[str, str]) -> None:
-    """``python scripts/docs drawings`` writes them."""
+    """Update them with ``python scripts/docs drawings``."""
     assert {path.name: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.svg")} == drawings
     assert set(re.findall(r"\(([\w.]+\.svg)\)", TEXT)) == set(drawings)
 

@@ -1,11 +1,11 @@
-"""The code of the documents runs, and prints what stands below it.
+"""The code in the documentation runs, and prints the documented output.
 
-- All Python runs, and in features.md and the cookbook commands (``sh``) with a ``text`` block right below do: that is
-  what they print.
-- http://127.0.0.1:8000 is a server with the flags of the last ``penstock serve`` above.
-- A model of the hub, of a package or of /models is the built-in one, or one that sees colours or hears where a page
-  has that.
-- ``penstock``'s own parser reads every command of all documents, those too that cannot run here.
+- All Python blocks run. In README.md, features.md and the cookbook, shell blocks (``sh``) followed by a ``text`` block
+  run, too; the ``text`` block is the expected output.
+- http://127.0.0.1:8000 is a server with the options of the last ``penstock serve`` above.
+- Models of the hub, of packages or of /models are replaced with the built-in model, or on some pages with a vision or
+  speech model of tests/support.
+- The parser of ``penstock`` parses all commands, also those that cannot run here.
 """
 
 from __future__ import annotations
@@ -39,34 +39,35 @@ DOCS = ROOT / "docs"
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 ADDRESS = "http://127.0.0.1:8000"
 MODELS = {"images_and_video.md": "colours", "multimodal.md": "colours", "audio.md": "speech"}
-"""Fixtures of the models of pages whose model is not the built-in one."""
+"""Fixture of the model by page, if it is not the built-in model."""
 MODEL = re.compile(r"\bQwen/[\w.-]+|/models/[\w.-]+|\bpypi:[\w.+=-]+")
 STORES = ("responses.md", "storage.md")
-OURS = set(
+IGNORED_OPTIONS = set(
     "--model --port --host --metrics-port --log-file --log-format --limit-mm-per-prompt --max-model-len --dtype "
     "--gpu-memory-utilization --enable-auto-tool-choice --storage-dir --storage-url --storage-quota --storage-limit "
     "--api-key --batch-concurrency --compat --engine-worker-queue-port --splitwise-role --innode-prefill-ports".split()
 )
-"""Flags of a page's servers that are the tests' own, or change nothing of what is asked."""
+"""Options of documented servers that the tests set themselves, or that do not change the responses."""
 
 
-ASKED = [{"role": "user", "content": "What is the capital of Canada?"}]
-LINE = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": ASKED}}
+MESSAGES = [{"role": "user", "content": "What is the capital of Canada?"}]
+LINE = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": MESSAGES}}
 
 
 class Example(NamedTuple):
-    """A block of code that runs."""
+    """A code block to run."""
 
     page: str
     language: str
     code: str
-    printed: str | None
+    output: str | None
+    """Documented output; None: not checked."""
     flags: tuple[str, ...]
-    """Of the server that it asks."""
+    """Options of its server."""
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
-    """Language and text of each, without their indentation."""
+    """Language and text of each code block of a page, without indentation."""
     return [
         (language, re.sub(f"^{indent}", "", text, flags=re.MULTILINE))
         for indent, language, text in BLOCK.findall(page.read_text(encoding="utf-8"))
@@ -74,43 +75,45 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 
 def commands(shell: str) -> Iterator[list[str]]:
-    """The words of each command of ``penstock`` in a block, without those whose rest is left open (…)."""
+    """Arguments of each ``penstock`` command in a block, without incomplete commands (…)."""
     for line in shell.replace("\\\n", " ").splitlines():
-        words = shlex.shlex(line, posix=True, punctuation_chars=True)
-        words.whitespace_split = True
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+        lexer.whitespace_split = True
         try:
-            found = list(words)
-        except ValueError:  # a line of a document or of quoted text
+            found = list(lexer)
+        except ValueError:  # a line of a here-document or of quoted text
             continue
         while "penstock" in found:
             found = found[found.index("penstock") + 1 :]
-            end = next((i for i, word in enumerate(found) if re.fullmatch(r"[|&;<>()]+", word)), len(found))
+            end = next((i for i, token in enumerate(found) if re.fullmatch(r"[|&;<>()]+", token)), len(found))
             if found[:1] and found[0] in COMMANDS and "…" not in found:
                 yield found[:end]
 
 
 def flags_of(command: list[str]) -> tuple[str, ...]:
-    """Those of a ``penstock serve`` that decide what a server answers."""
+    """Options of a ``penstock serve`` command that can change the responses."""
     flags: list[str] = []
-    for word in command[1:]:
-        if word.startswith("-") or flags:
-            flags.append(word)
+    for argument in command[1:]:
+        if argument.startswith("-") or flags:
+            flags.append(argument)
     groups = re.findall(r"(?:^|\0)(--[^\0]+(?:\0(?!-)[^\0]+)*)", "\0".join(flags))
-    return tuple(word for group in groups if group.split("\0")[0] not in OURS for word in group.split("\0"))
+    options = (group.split("\0") for group in groups)
+    return tuple(argument for option in options if option[0] not in IGNORED_OPTIONS for argument in option)
 
 
 def examples(page: Path) -> list[Example]:
     found, flags = [], ()
-    commands_run = page.name == "features.md" or page.parent.name == "cookbook"
-    for (language, code), (below, printed) in pairwise([*blocks(page), ("", "")]):
+    runs_shell = page.name in ("README.md", "features.md") or page.parent.name == "cookbook"
+    for (language, code), (next_language, next_text) in pairwise([*blocks(page), ("", "")]):
         if language == "sh":
-            flags = next((flags_of(one) for one in commands(code) if one[0] == "serve"), flags)
-        if language == "python" or (below == "text" and language == "sh" and commands_run):
-            found.append(Example(page.name, language, code, printed if below == "text" else None, flags))
+            flags = next((flags_of(command) for command in commands(code) if command[0] == "serve"), flags)
+        if language == "python" or (next_language == "text" and language == "sh" and runs_shell):
+            output = next_text if next_language == "text" else None
+            found.append(Example(page.name, language, code, output, flags))
     return found
 
 
-PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "zh" not in page.parts]
+PAGES = [ROOT / "README.md", *(page for page in sorted(DOCS.rglob("*.md")) if "zh" not in page.parts)]
 EXAMPLES = [example for page in PAGES for example in examples(page)]
 
 
@@ -134,7 +137,7 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=[f"{example.page}-{i}" for i, example in enumerate(EXAMPLES)])
-def test_an_example_prints_what_it_says(
+def test_example_prints_documented_output(
     example: Example,
     servers: Servers,
     storage: tuple[str, str],
@@ -155,77 +158,78 @@ def test_an_example_prints_what_it_says(
     (tmp_path / "talk.mp3").write_bytes(speech_checkpoints.wav(speech_checkpoints.sound(2)))
     plain("red").save(tmp_path / "photo.jpg")
     if example.language == "python":
-        said = run_python(MODEL.sub(model, code), example.page)
+        output = run_python(MODEL.sub(model, code), example.page)
     else:
-        said = run_shell(MODEL.sub(model or "''", code), tmp_path)
-    assert example.printed in (said, None)
+        output = run_shell(MODEL.sub(model or "''", code), tmp_path)
+    assert example.output in (output, None)
 
 
 def run_python(code: str, name: str) -> str:
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         exec(compile(code, name, "exec", dont_inherit=True), {"__name__": "__main__"})
-    return said.getvalue()
+    return output.getvalue()
 
 
 def run_shell(code: str, folder: Path) -> str:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = ["bash", "-euo", "pipefail", "-c", code]
-    ran = subprocess.run(command, cwd=folder, env=os.environ | {"PATH": path}, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+    result = subprocess.run(command, cwd=folder, env=os.environ | {"PATH": path}, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 @pytest.mark.parametrize("page", sorted(path.name for path in (DOCS / "cookbook").glob("*.md")))
-def test_chinese_pages_have_the_same_code(page: str) -> None:
-    """So that it has run, too, and can be copied from either."""
+def test_chinese_cookbook_has_same_code(page: str) -> None:
     english, chinese = DOCS / "cookbook" / page, DOCS / "zh/cookbook" / page
     assert blocks(chinese) == blocks(english)
     assert f"](../zh/cookbook/{page})" in english.read_text() and f"](../../cookbook/{page})" in chinese.read_text()
 
 
-def test_python_of_other_pages_in_chinese_is_the_same() -> None:
+def test_chinese_pages_have_same_python() -> None:
     for page in DOCS.glob("zh/**/*.md"):
         english = DOCS / page.relative_to(DOCS / "zh")
         assert [b for b in blocks(page) if b[0] == "python"] == [b for b in blocks(english) if b[0] == "python"], page
 
 
-def test_code_is_in_languages_that_are_tried() -> None:
-    """Which are looked at here; configuration has none to run."""
+def test_code_blocks_are_in_tested_languages() -> None:
+    """Configuration files (json, yaml, toml) do not run."""
     found = {language for page in DOCS.rglob("*.md") for language, _ in blocks(page)}
     assert found <= {"python", "sh", "text", "json", "yaml", "toml"}
     assert len(EXAMPLES) > 20
 
 
-WRITTEN = [
-    (page.relative_to(DOCS).as_posix(), command)
-    for page in sorted(DOCS.rglob("*.md"))
+DOCUMENTED_COMMANDS = [
+    (page.relative_to(ROOT).as_posix(), command)
+    for page in sorted([*ROOT.glob("README*.md"), *DOCS.rglob("*.md")])
     for language, text in blocks(page)
     if language == "sh"
     for command in commands(text)
 ]
 
 
-@pytest.mark.parametrize("page", sorted({page for page, _ in WRITTEN}))
-def test_commands_are_read_by_their_parser(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, command in WRITTEN:
+@pytest.mark.parametrize("page", sorted({page for page, _ in DOCUMENTED_COMMANDS}))
+def test_documented_commands_are_parsed(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, command in DOCUMENTED_COMMANDS:
         if name == page:
             if page.endswith("triton.md") and "--model-repository" in command:
-                continue  # whose options are those of the folder
+                continue  # its options depend on the folder
             try:
-                read(command)
-            except SystemExit:
+                parse(command)
+            except SystemExit as result:
+                if result.code == 0:  # --help
+                    continue
                 pytest.fail(f"{page}: penstock {' '.join(command)}: {capsys.readouterr().err}")
 
 
-def read(command: list[str]) -> None:
-    """Parse a command as ``penstock`` does, and its options' values."""
+def parse(command: list[str]) -> None:
+    """Parse a command and the values of its options as ``penstock`` does."""
     module = import_module(f"penstock.cli.{command[0].replace('-', '_')}")
     parser = Parser(prog=f"penstock {command[0]}", allow_abbrev=False, conflict_handler="resolve")
     module.add_arguments(parser)
-    words = getattr(module, "expand_arguments", list)(command[1:])
-    add_profile(parser, words)
-    args, unknown = parser.parse_known_args(words)
+    arguments = getattr(module, "expand_arguments", list)(command[1:])
+    add_profile(parser, arguments)
+    args, unknown = parser.parse_known_args(arguments)
     assert unknown == [], command
     if hasattr(args, "options") and not args.config:
         configure(argparse.Namespace(**vars(args) | {"model": ""}))

@@ -1,4 +1,4 @@
-"""Files through which a streamed chat passes: their number, and their list in docs/architecture/request.md."""
+"""Files through which a streaming chat passes: their number is limited, and docs/architecture/request.md lists them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from request_path import PAGE, Called, page_with, streamed_chat
 
 MAX_FILES = 45
-"""Files of each process."""
+"""Maximum number of files per process."""
 
 
 @pytest.fixture(scope="module")
@@ -20,5 +20,5 @@ def test_streamed_chat_passes_few_files(processes: dict[str, Called]) -> None:
 
 
 def test_architecture_lists_files_of_streamed_chat(processes: dict[str, Called]) -> None:
-    """``python tests/support/request_path.py`` writes the list."""
+    """Update the list with ``python tests/support/request_path.py``."""
     assert PAGE.read_text(encoding="utf-8") == page_with(processes)

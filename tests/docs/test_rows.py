@@ -1,4 +1,4 @@
-"""Every row of the tables for those who come from another system has a test, which names it: ``@pytest.mark.row``."""
+"""Every row of the tables in docs/dialects has a test that names it with ``@pytest.mark.row(system, row, ...)``."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ SYSTEMS = sorted(path.stem for path in (ROOT / "docs/dialects").glob("*.md"))
 
 
 def rows(text: str) -> list[str]:
-    """Of all tables: the code in a row's first cell, or the cell where it has none."""
+    """Names of the rows of all tables: the code in the first cell, or the whole cell if it has no code."""
     found: list[str] = []
     lines = text.splitlines()
     for i, line in enumerate(lines):
@@ -22,7 +22,7 @@ def rows(text: str) -> list[str]:
 
 
 def table_above(lines: list[str], i: int) -> list[str]:
-    """The lines of the table above this one."""
+    """Lines of the table above line ``i``."""
     start = i
     while start and lines[start - 1].startswith("|"):
         start -= 1
@@ -31,7 +31,7 @@ def table_above(lines: list[str], i: int) -> list[str]:
 
 @cache
 def marks() -> list[list[str]]:
-    """The arguments of all marks."""
+    """Arguments of all ``row`` marks."""
     texts = [path.read_text() for path in TESTS.rglob("test_*.py")]
     nodes = [node for text in texts if "pytest.mark.row(" in text for node in ast.walk(ast.parse(text))]
     calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.row"]
@@ -39,24 +39,24 @@ def marks() -> list[list[str]]:
 
 
 def marked(system: str) -> set[str]:
-    """The rows that tests say they are of."""
-    return {name for of, *names in marks() for name in names if of == system}
+    """Rows of a system that tests name."""
+    return {name for mark_system, *names in marks() for name in names if mark_system == system}
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_every_row_has_a_test(system: str) -> None:
-    said = rows((ROOT / f"docs/dialects/{system}.md").read_text())
-    assert not [row for row in said if row not in marked(system)]
+def test_every_dialect_table_row_has_a_test(system: str) -> None:
+    documented = rows((ROOT / f"docs/dialects/{system}.md").read_text())
+    assert not [row for row in documented if row not in marked(system)]
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_every_test_of_a_row_has_the_row(system: str) -> None:
+def test_row_marks_name_existing_rows(system: str) -> None:
     assert not marked(system) - set(rows((ROOT / f"docs/dialects/{system}.md").read_text()))
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_the_chinese_tables_have_the_same_rows(system: str) -> None:
-    """Those that are named by code; words are said in the other language."""
+def test_chinese_dialect_tables_have_same_rows(system: str) -> None:
+    """Only rows named by code are compared; other names are translated."""
     english, chinese = (
         [row for row in re.findall(r"^\| (`.*)$", (ROOT / folder / f"{system}.md").read_text(), flags=re.M)]
         for folder in ("docs/dialects", "docs/zh/dialects")
@@ -65,13 +65,13 @@ def test_the_chinese_tables_have_the_same_rows(system: str) -> None:
     assert first[0] == first[1]
 
 
-@pytest.mark.parametrize("page", ["README", "docs/dialects"])
-def test_a_chinese_page_has_the_same_commands_and_tables(page: str) -> None:
-    chinese = {"README": "README.zh-CN.md", "docs/dialects": "docs/zh/dialects.md"}[page]
+@pytest.mark.parametrize("page", ["README", "docs/installation", "docs/feature_list", "docs/dialects"])
+def test_chinese_page_has_same_commands_and_tables(page: str) -> None:
+    chinese = "README.zh-CN.md" if page == "README" else f"docs/zh/{page.removeprefix('docs/')}.md"
     texts = [(ROOT / name).read_text() for name in (f"{page}.md", chinese)]
-    if page == "README":
+    if page != "docs/dialects":  # whose comments are translated
         assert len({tuple(re.findall(r"^```.*?^```", text, flags=re.M | re.S)) for text in texts}) == 1
     assert len({sum(line.startswith("|") for line in text.splitlines()) for text in texts}) == 1
     for name, text in zip((f"{page}.md", chinese), texts, strict=True):
-        for target in re.findall(r"\]\(([^)#:]+)[^)]*\)", text):
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", text):
             assert ((ROOT / name).parent / target).exists(), (name, target)

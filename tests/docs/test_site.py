@@ -1,4 +1,4 @@
-"""The site of the documents, as ``make docs`` builds it: whole, without a warning, and of one host."""
+"""The documentation site built by ``make docs``: complete, without warnings, and without requests to other hosts."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ pytestmark = pytest.mark.skipif(find_spec("zensical") is None, reason="needs pip
 SITE = ROOT / "build/site"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 LOADED = {"script", "img", "iframe", "source", "video", "audio", "embed", "object", "link", "form"}
-"""Elements whose addresses a browser asks without a click."""
+"""Elements whose URLs a browser loads without a click."""
 
 
 class Page(HTMLParser):
-    """Addresses and anchors of a page."""
+    """URLs and anchors of a page."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -51,15 +51,15 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site() -> dict[Path, Page]:
-    """Its pages by their paths."""
+    """Pages of the built site by path."""
     built = subprocess.run([sys.executable, "scripts/docs", "build"], cwd=ROOT, capture_output=True, text=True)
     assert built.returncode == 0, built.stdout + built.stderr
     assert built.stderr.strip() == "No issues found"
     return {path: Page(path) for path in SITE.rglob("*.html")}
 
 
-def test_every_page_is_in_the_navigation() -> None:
-    """A new one belongs into ``nav`` of zensical.toml, and none is there twice."""
+def test_navigation_lists_every_page_once() -> None:
+    """New pages must be added to ``nav`` of zensical.toml."""
 
     def pages(entry: object) -> list[str]:
         if isinstance(entry, str):
@@ -73,7 +73,7 @@ def test_every_page_is_in_the_navigation() -> None:
     assert set(listed) == written | added
 
 
-def test_links_lead_somewhere(site: dict[Path, Page]) -> None:
+def test_links_have_existing_targets(site: dict[Path, Page]) -> None:
     for path, page in site.items():
         for address in [*page.linked, *page.loaded]:
             parts = urlsplit(address)
@@ -86,10 +86,10 @@ def test_links_lead_somewhere(site: dict[Path, Page]) -> None:
                 assert unquote(parts.fragment) in site[target].anchors, (path, address)
 
 
-def test_pages_ask_no_other_host(site: dict[Path, Page]) -> None:
+def test_pages_load_nothing_from_other_hosts(site: dict[Path, Page]) -> None:
     for path, page in site.items():
         assert not [address for address in page.loaded if urlsplit(address).netloc], path
-        assert 'class="mermaid"' not in page.text, f"{path}: what draws it comes from another host"
+        assert 'class="mermaid"' not in page.text, f"{path}: the Mermaid library would be loaded from another host"
         assert not re.search(r"url\(\s*['\"]?(https?:)?//|@import", page.text), path
     for sheet in SITE.rglob("*.css"):
         assert not re.search(r"url\(\s*['\"]?(https?:)?//|@import", sheet.read_text(encoding="utf-8")), sheet
@@ -106,12 +106,12 @@ def test_generated_pages_are_complete(site: dict[Path, Page]) -> None:
     anchors = site[SITE / "reference/python/index.html"].anchors
     assert {"penstock.LLM.generate", "penstock.AsyncLLM.generate", "penstock.SamplingParams.top_p"} <= anchors
     assert "penstock.frontend.outputs.CompletionOutput.logprobs" in anchors
-    assert "&gt;&gt;&gt; " in python or 'class="gp"' in python, "examples are code"
+    assert "&gt;&gt;&gt; " in python or 'class="gp"' in python, "examples are not code blocks"
 
 
 @contextmanager
 def hosted(folder: Path) -> Iterator[str]:
-    """The address at which a folder is served."""
+    """URL at which a folder is served within the context."""
 
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, format: str, *args: object) -> None:
@@ -134,8 +134,8 @@ def address(site: dict[Path, Page]) -> Iterator[str]:
         yield found
 
 
-def test_each_page_leads_to_its_translation(site: dict[Path, Page]) -> None:
-    """And Chinese pages say that they are Chinese."""
+def test_pages_link_to_their_translation(site: dict[Path, Page]) -> None:
+    """Chinese pages also have ``lang="zh"``."""
     for path, page in site.items():
         name = path.relative_to(SITE).as_posix()
         if name == "404.html":
@@ -148,16 +148,16 @@ def test_each_page_leads_to_its_translation(site: dict[Path, Page]) -> None:
         assert target == (other if other.exists() else SITE / "zh/index.html"), name
 
 
-def test_versions(site: dict[Path, Page], tmp_path: Path) -> None:
+def test_version_selector_lists_versions(site: dict[Path, Page], tmp_path: Path) -> None:
     sys.path.insert(0, str(ROOT / "scripts/docs"))
     try:
         from versions import add_version
     finally:
         sys.path.pop(0)
-    for version in ("0.9", "0.10", "0.9"):  # an older one is made again
+    for version in ("0.9", "0.10", "0.9"):  # replaces an older version
         add_version(SITE, tmp_path, version)
     listed = json.loads((tmp_path / "versions.json").read_text())
-    assert [(one["version"], one["aliases"]) for one in listed] == [("0.10", ["latest"]), ("0.9", [])]
+    assert [(each["version"], each["aliases"]) for each in listed] == [("0.10", ["latest"]), ("0.9", [])]
     with pytest.raises(SystemExit, match="not a version"):
         add_version(SITE, tmp_path, "../elsewhere")
     if CHROMIUM is None:
@@ -171,7 +171,7 @@ def test_versions(site: dict[Path, Page], tmp_path: Path) -> None:
         page.wait_for_url(f"{root}latest/")
         page.goto(f"{root}0.9/cookbook/qwen3/")
         page.get_by_text("older version").wait_for()
-        page.locator(".md-version__current").hover(force=True)  # the list comes over it
+        page.locator(".md-version__current").hover(force=True)  # the list then covers it
         page.locator(".md-version__link", has_text="0.10").click()
         page.wait_for_url(f"{root}0.10/")
         page.goto(f"{root}0.10/cookbook/qwen3/")
@@ -182,27 +182,27 @@ def test_versions(site: dict[Path, Page], tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt install chromium)")
-def test_search_in_a_browser(site: dict[Path, Page], address: str) -> None:
-    """What is found in both languages, with no request to another host and no script that fails."""
+def test_search_finds_pages_in_both_languages(site: dict[Path, Page], address: str) -> None:
+    """Without requests to other hosts, and without script errors."""
     from playwright.sync_api import sync_playwright
 
-    asked: list[str] = []
-    wrong: list[str] = []
+    urls: list[str] = []
+    errors: list[str] = []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = browser.new_page()
-        page.on("request", lambda request: asked.append(request.url))
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        for word, folder in (("preemption", SITE), ("迁移", SITE / "zh")):
+        page.on("request", lambda request: urls.append(request.url))
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        for query, folder in (("preemption", SITE), ("迁移", SITE / "zh")):
             page.goto(f"{address}features/")
             page.click(".md-search__button")
-            page.locator("dialog input").fill(word)
+            page.locator("dialog input").fill(query)
             result = page.locator("a[role=option]").first
             result.wait_for()
             found = SITE / urlsplit(result.get_attribute("href") or "").path.strip("/") / "index.html"
             assert found.is_relative_to(folder)
-            assert word in site[found].text
+            assert query in site[found].text
         browser.close()
-    assert wrong == []
-    assert asked
-    assert not [url for url in asked if not url.startswith((address, "data:", "blob:"))]
+    assert errors == []
+    assert urls
+    assert not [url for url in urls if not url.startswith((address, "data:", "blob:"))]

@@ -1,6 +1,6 @@
-"""What a person sees of ``penstock top`` and ``penstock chat``: a terminal's screen, and its picture in docs/.
+"""The screens of ``penstock top`` and ``penstock chat`` in a terminal, and their pictures in docs/.
 
-``PENSTOCK_TERMINAL_PICTURES=docs`` in the environment makes those of docs/terminal.md anew.
+The environment variable ``PENSTOCK_TERMINAL_PICTURES=docs`` updates the pictures of docs/terminal.md.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ PENSTOCK = (sys.executable, "-m", "penstock.cli.main")
 QUESTIONS = ["Tell me a story about a fox.", "What is the capital of Canada?", "Write a poem about rain."]
 
 
-def keep(terminal: Terminal, name: str, folder: Path) -> str:
-    """The picture, which is among the documents where it is to be made anew."""
-    drawn = render_svg(terminal.screen)
-    (Path(os.environ.get("PENSTOCK_TERMINAL_PICTURES") or folder) / name).write_text(drawn, encoding="utf-8")
-    return drawn
+def save_picture(terminal: Terminal, name: str, folder: Path) -> str:
+    """Save the screen as SVG in ``folder``, or in the folder of ``PENSTOCK_TERMINAL_PICTURES``; return its text."""
+    picture = render_svg(terminal.screen)
+    (Path(os.environ.get("PENSTOCK_TERMINAL_PICTURES") or folder) / name).write_text(picture, encoding="utf-8")
+    return picture
 
 
 @contextmanager
 def busy(server: Served) -> Iterator[None]:
-    """While three clients ask."""
+    """Keep the server busy with three clients within the context."""
     ended = threading.Event()
 
-    def ask(question: str) -> None:
+    def send_chats(question: str) -> None:
         body = {
             "messages": [{"role": "user", "content": question}],
             "max_tokens": 900,
@@ -40,12 +40,12 @@ def busy(server: Served) -> Iterator[None]:
             "stream": True,
         }
         while not ended.is_set():
-            with httpx.stream("POST", f"{server.url}/chat/completions", json=body, timeout=60) as answer:
-                for _ in answer.iter_lines():
+            with httpx.stream("POST", f"{server.url}/chat/completions", json=body, timeout=60) as response:
+                for _ in response.iter_lines():
                     if ended.is_set():
                         break
 
-    threads = [threading.Thread(target=ask, args=(question,)) for question in QUESTIONS]
+    threads = [threading.Thread(target=send_chats, args=(question,)) for question in QUESTIONS]
     for thread in threads:
         thread.start()
     try:
@@ -56,7 +56,7 @@ def busy(server: Served) -> Iterator[None]:
             thread.join()
 
 
-def test_top(servers: Servers, tmp_path: Path) -> None:
+def test_top_shows_running_requests(servers: Servers, tmp_path: Path) -> None:
     server = servers.get("--num-gpu-blocks-override", "400")
     terminal = Terminal(
         *PENSTOCK, "top", "--url", server.root, "--interval", "0.5", columns=100, lines=26, folder=tmp_path
@@ -64,15 +64,15 @@ def test_top(servers: Servers, tmp_path: Path) -> None:
     try:
         with busy(server):
             shown = terminal.wait_for(
-                lambda screen: all(words in screen for words in ("running 3", "last steps", "between tokens"))
+                lambda screen: all(text in screen for text in ("running 3", "last steps", "between tokens"))
             )
     finally:
         terminal.close()
     assert "of 400 blocks" in shown and shown.count(" running ") == 3
-    assert keep(terminal, "terminal-top.svg", tmp_path).count("<text") >= 8
+    assert save_picture(terminal, "terminal-top.svg", tmp_path).count("<text") >= 8
 
 
-def test_chat(servers: Servers, tmp_path: Path) -> None:
+def test_chat_shows_answers(servers: Servers, tmp_path: Path) -> None:
     server = servers.get("--num-gpu-blocks-override", "400")
     arguments = ("chat", "--url", server.url, "--temperature", "0")
     terminal = Terminal(*PENSTOCK, *arguments, columns=100, lines=20, folder=tmp_path)
@@ -86,4 +86,4 @@ def test_chat(servers: Servers, tmp_path: Path) -> None:
     finally:
         terminal.close()
     assert "Ottawa" in shown
-    assert keep(terminal, "terminal-chat.svg", tmp_path).count("<text") > 4
+    assert save_picture(terminal, "terminal-chat.svg", tmp_path).count("<text") > 4

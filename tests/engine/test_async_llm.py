@@ -1,4 +1,4 @@
-"""``AsyncLLM``: streams from an engine process that is cancelled, overloaded, killed and stopped for real."""
+"""``AsyncLLM`` with a real engine process: streams, cancellation, overload, deadlines, killed and stopped engines."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ async def started(**options: Any) -> AsyncIterator[AsyncLLM]:
 
 
 def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run it to its end; then neither files nor processes may be left of it."""
-    zmq.Context.instance().socket(zmq.DEALER).close()  # its threads start with the first socket, and stay
-    files, before = belongings()
+    """Run a coroutine, then check that it left no open file and no child process."""
+    zmq.Context.instance().socket(zmq.DEALER).close()  # ZeroMQ's threads start with the first socket and stay
+    files, before = open_resources()
     asyncio.run(asyncio.wait_for(coroutine, 120))
     limit = time.monotonic() + 60
-    while belongings()[0] > files and time.monotonic() < limit:
-        time.sleep(0.01)  # closed sockets are reaped by a thread that tells nobody
-    assert belongings()[0] <= files
-    assert belongings()[1] == before
+    while open_resources()[0] > files and time.monotonic() < limit:
+        time.sleep(0.01)  # a thread of ZeroMQ closes sockets in the background
+    assert open_resources()[0] <= files
+    assert open_resources()[1] == before
 
 
-def belongings() -> tuple[int, set[int]]:
-    """How many files this process has open, and its child processes."""
+def open_resources() -> tuple[int, set[int]]:
+    """Number of open files of this process, and its child processes."""
     return len(list(Path("/proc/self/fd").iterdir())), set(children(os.getpid()))
 
 
@@ -58,45 +58,45 @@ async def first(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
     return await anext(stream)
 
 
-def test_streams_are_whole_answers() -> None:
+def test_streamed_outputs_grow_to_output_of_llm() -> None:
     async def streams() -> None:
         params = SamplingParams(temperature=1.0, seed=5, max_tokens=60, n=2)
         (expected,) = LLM(num_gpu_blocks_override=200).chat(STORY, params, use_tqdm=False)
         async with started() as llm:
-            pieces = 0
+            num_outputs = 0
             async for output in llm.chat(STORY, params):
                 assert all(
                     whole.text.startswith(made.text)
                     for whole, made in zip(expected.outputs, output.outputs, strict=True)
                 )
-                pieces += 1
+                num_outputs += 1
             assert [o.text for o in output.outputs] == [o.text for o in expected.outputs]
             assert [o.finish_reason for o in output.outputs] == [o.finish_reason for o in expected.outputs]
-            assert pieces > 1  # a busy machine joins tokens
-            many = await asyncio.gather(*(last(llm.chat(STORY, params)) for _ in range(20)))
-            assert {o.outputs[0].text for o in many} == {expected.outputs[0].text}
+            assert num_outputs > 1  # tokens may be merged on a busy machine
+            repeated = await asyncio.gather(*(last(llm.chat(STORY, params)) for _ in range(20)))
+            assert {o.outputs[0].text for o in repeated} == {expected.outputs[0].text}
 
     run(streams())
 
 
-def test_leaving_cancels_and_a_deadline_ends() -> None:
-    async def leave() -> None:
+def test_closed_stream_is_aborted_and_timeout_ends_request() -> None:
+    async def close_early() -> None:
         async with started(max_num_seqs=1) as llm:
             stream = llm.chat(STORY, LONG)
             await first(stream)
             await stream.aclose()
             answered = await last(llm.chat(STORY, SamplingParams(max_tokens=1)))
-            assert answered.finished, "the only row is free again"
-            late = await last(llm.chat(STORY, LONG, timeout=0.05))
-            assert late.outputs[0].finish_reason == "error"
-            assert late.outputs[0].failure is not None
-            assert late.outputs[0].failure.code is Code.TIMEOUT
+            assert answered.finished, "the only row was not freed"
+            timed_out = await last(llm.chat(STORY, LONG, timeout=0.05))
+            assert timed_out.outputs[0].finish_reason == "error"
+            assert timed_out.outputs[0].failure is not None
+            assert timed_out.outputs[0].failure.code is Code.TIMEOUT
 
-    run(leave())
+    run(close_early())
 
 
-def test_what_is_no_text_or_no_time_is_refused_by_name() -> None:
-    """Half of a pair of surrogates, which Python's own reader of JSON lets through, and a timeout that is no number."""
+def test_invalid_text_or_timeout_is_refused_with_field() -> None:
+    """A lone surrogate, which Python's JSON decoder accepts, and a timeout of NaN."""
 
     async def ask() -> None:
         async with started() as llm:
@@ -114,7 +114,7 @@ def test_what_is_no_text_or_no_time_is_refused_by_name() -> None:
     run(ask())
 
 
-def test_what_does_not_fit_the_queue_is_refused() -> None:
+def test_requests_beyond_max_waiting_are_refused() -> None:
     async def flood() -> None:
         async with started(max_num_seqs=1, max_waiting=2) as llm:
             outputs = await asyncio.gather(*(last(llm.chat(STORY, LONG.replace(max_tokens=100))) for _ in range(8)))
@@ -126,7 +126,7 @@ def test_what_does_not_fit_the_queue_is_refused() -> None:
     run(flood())
 
 
-def test_a_killed_engine_fails_its_streams_and_comes_back() -> None:
+def test_killed_engine_fails_its_streams_and_is_restarted() -> None:
     async def kill() -> None:
         async with started() as llm:
             streams = [llm.chat(STORY, LONG) for _ in range(3)]
@@ -141,13 +141,13 @@ def test_a_killed_engine_fails_its_streams_and_comes_back() -> None:
                     break
                 except PenstockError as error:
                     assert error.failure.retryable
-                    await asyncio.sleep(0.05)  # between tries, as a client would
+                    await asyncio.sleep(0.05)  # wait before the retry, as a client would
             assert len(answered.outputs[0].token_ids) == 5
 
     run(kill())
 
 
-def test_a_stopped_engine_drains_and_exits_with_0() -> None:
+def test_stopped_engine_drains_and_exits_with_status_0() -> None:
     async def stop() -> None:
         llm = AsyncLLM(num_gpu_blocks_override=200)
         await llm.__aenter__()
@@ -160,22 +160,22 @@ def test_a_stopped_engine_drains_and_exits_with_0() -> None:
     run(stop())
 
 
-def test_a_slow_reader_gets_the_end_too() -> None:
-    """Also of a text that a stop string ended while the engine was ahead; and a name may come twice."""
+def test_slow_reader_gets_complete_output() -> None:
+    """Also if a stop string ended the text while the engine was ahead. A request id may be used again."""
 
     async def read() -> None:
         async with started() as llm:
             params = SamplingParams(temperature=0, max_tokens=40, stop=("Ottawa",))
             for _ in range(2):
-                left = llm.chat(STORY, LONG, request_id="mine")
-                await first(left)
-                await left.aclose()
+                abandoned = llm.chat(STORY, LONG, request_id="mine")
+                await first(abandoned)
+                await abandoned.aclose()
                 stream = llm.chat(
                     [{"role": "user", "content": "What is the capital of Canada?"}], params, request_id="mine"
                 )
-                begun = await first(stream)
-                await last(llm.chat(STORY, LONG.replace(max_tokens=100)))  # meanwhile the first has long ended
-                output = [begun, *[later async for later in stream]][-1]
+                first_output = await first(stream)
+                await last(llm.chat(STORY, LONG.replace(max_tokens=100)))  # the first has ended long before
+                output = [first_output, *[later async for later in stream]][-1]
                 assert output.request_id == "mine"
                 assert output.finished
                 assert output.outputs[0].text == "The capital of Canada is "
@@ -183,7 +183,7 @@ def test_a_slow_reader_gets_the_end_too() -> None:
     run(read())
 
 
-def test_what_time_to_drain_is_too_short_for_fails() -> None:
+def test_requests_running_at_drain_timeout_fail() -> None:
     async def stop() -> None:
         llm = AsyncLLM(num_gpu_blocks_override=200, drain_timeout=0.0)
         await llm.__aenter__()
@@ -198,33 +198,33 @@ def test_what_time_to_drain_is_too_short_for_fails() -> None:
     run(stop())
 
 
-def test_an_engine_that_was_held_up_keeps_its_clients_and_deadlines_hold() -> None:
-    """Beats that waited unread while it stood still count. Deadlines are of a request that was running, and of one that
-    comes then."""
+def test_stalled_engine_keeps_clients_and_deadlines() -> None:
+    """Keep-alive messages that arrive while the engine is stopped count. The deadlines are those of a running request
+    and of one sent while the engine is stopped."""
 
-    async def hold() -> None:
+    async def stall() -> None:
         async with started() as llm:
             patient, running = llm.chat(STORY, LONG.replace(max_tokens=500)), llm.chat(STORY, LONG, timeout=2.0)
             await asyncio.gather(first(patient), first(running))
             os.kill(llm.ready.pid, signal.SIGSTOP)
             try:
-                coming = llm.chat(STORY, LONG, timeout=0.2)
+                sent_late = llm.chat(STORY, LONG, timeout=0.2)
                 async with asyncio.timeout(60):
-                    _, *late = await asyncio.gather(
-                        asyncio.sleep(engine_messages.CLIENT_TIMEOUT + 0.5), last(running), last(coming)
+                    _, *timed_out = await asyncio.gather(
+                        asyncio.sleep(engine_messages.CLIENT_TIMEOUT + 0.5), last(running), last(sent_late)
                     )
             finally:
                 os.kill(llm.ready.pid, signal.SIGCONT)
-            for output in late:
+            for output in timed_out:
                 assert output.outputs[0].failure is not None
                 assert output.outputs[0].failure.code is Code.TIMEOUT
             assert len((await last(patient)).outputs[0].token_ids) == 500
 
-    run(hold())
+    run(stall())
 
 
-def test_an_engine_that_hangs_is_killed_and_comes_back() -> None:
-    """Its streams end with an error then, and what comes in the meantime is refused."""
+def test_hanging_engine_is_killed_and_restarted() -> None:
+    """Its streams end with an error; requests sent in the meantime are refused."""
 
     async def hang() -> None:
         async with started(engine_iteration_timeout=4.0) as llm:
@@ -261,7 +261,7 @@ asyncio.run(main())
 """
 
 
-def test_the_engine_dies_with_its_parent() -> None:
+def test_engine_ends_when_parent_is_killed() -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     with parent.stdout:
@@ -273,7 +273,7 @@ def test_the_engine_dies_with_its_parent() -> None:
     assert ended
 
 
-def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
+def test_failed_start_reports_reason(tmp_path: Path) -> None:
     async def fail() -> None:
         async with started(model=str(tmp_path)):
             pass

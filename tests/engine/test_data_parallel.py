@@ -1,4 +1,4 @@
-"""Several engines with the same model behind one address: the answers of one, prefixes found again, one that dies."""
+"""Data parallelism: answers equal to one engine's, routing by cached prefix, adapters, and an engine that dies."""
 
 from __future__ import annotations
 
@@ -53,18 +53,18 @@ def complete(served: Served, **body: Any) -> dict[str, Any]:
 
 
 def choices(answer: dict[str, Any]) -> Any:
-    """What does not depend on the request's id and time."""
+    """Texts and logprobs of an answer: the parts that do not depend on id and time."""
     return [(choice["text"], choice["logprobs"]) for choice in answer["choices"]]
 
 
 def metric(served: Served, name: str) -> dict[str, float]:
-    """Of each engine."""
+    """Values of a metric by engine."""
     page = httpx.get(f"{served.root}/metrics").text
     return {engine: float(value) for engine, value in re.findall(rf'{name}{{engine="(\d)".*}} (\S+)', page)}
 
 
 def engines(served: Served) -> list[int]:
-    """Process ids, by replica: they are started in this order."""
+    """Process ids by replica, which is the order of their start."""
     return served.pids["engine"]
 
 
@@ -75,7 +75,7 @@ def num_open(served: Served) -> int:
 
 
 class Stream:
-    """A long completion, of which the first piece has come."""
+    """A long streamed completion whose first chunk has arrived."""
 
     def __init__(self, served: Served, n: int = 1) -> None:
         self._response = httpx.stream("POST", f"{served.url}/completions", json={**LONG, "n": n, "stream": True})
@@ -83,26 +83,26 @@ class Stream:
         self._first = next(self._lines)
 
     def rest(self) -> list[Any]:
-        """Its pieces, and an error where it has one."""
+        """Return all its chunks, the error included if there is one."""
         data = [line.removeprefix("data: ") for line in (self._first, *self._lines)]
         self._response.__exit__(None, None, None)
-        return [json.loads(piece) for piece in data if piece != "[DONE]"]
+        return [json.loads(chunk) for chunk in data if chunk != "[DONE]"]
 
 
-def test_answers_are_those_of_one_engine(served: Served) -> None:
-    asked = [{"prompt": f"The story of {i}:", "temperature": i % 2, "seed": i, "n": 1 + i % 3} for i in range(24)]
-    with Served("--num-gpu-blocks-override", "120") as one:
-        expected = [choices(complete(one, **body)) for body in asked]
+def test_data_parallel_answers_equal_single_engine(served: Served) -> None:
+    requests = [{"prompt": f"The story of {i}:", "temperature": i % 2, "seed": i, "n": 1 + i % 3} for i in range(24)]
+    with Served("--num-gpu-blocks-override", "120") as single:
+        expected = [choices(complete(single, **body)) for body in requests]
     with ThreadPoolExecutor(24) as threads:
-        found = list(threads.map(lambda body: choices(complete(served, **body)), asked))
+        found = list(threads.map(lambda body: choices(complete(served, **body)), requests))
     assert found == expected
     cores = [os.sched_getaffinity(pid) for pid in engines(served)]
     assert not set.intersection(*cores) or len(os.sched_getaffinity(0)) < 2
 
 
-def test_a_request_goes_where_its_prefix_is_cached(served: Served) -> None:
-    """Prompts are spread over both engines by what they compute; then each is found again, also beside a request of
-    many sequences."""
+def test_request_is_routed_to_engine_with_cached_prefix(served: Served) -> None:
+    """Prompts are spread over both engines by load; then each prefix is found again, also next to a request with eight
+    sequences."""
     with ThreadPoolExecutor(len(STORIES) + 1) as threads:
         threads.submit(complete, served, prompt="One two three", n=8, max_tokens=300, ignore_eos=True)
         list(threads.map(lambda story: complete(served, prompt=story), STORIES))
@@ -115,12 +115,12 @@ def test_a_request_goes_where_its_prefix_is_cached(served: Served) -> None:
         assert not details or not details["cached_tokens"]
 
 
-def test_an_engine_that_dies_takes_only_what_it_had_begun(served: Served) -> None:
-    """Its stream gets an error, what waited for it is computed by the other, and it comes back."""
+def test_dead_engine_fails_started_requests_only(served: Served) -> None:
+    """Its stream ends with an error, its waiting requests are computed by the other engine, and it is restarted."""
     expected = choices(complete(served, prompt="The sea", temperature=0))
     whole = complete(served, **LONG)["choices"][0]["text"]
     until(lambda: sum(metric(served, RUNNING).values()) == 0)
-    begun = Stream(served, n=8)  # goes on until the engines have told of it
+    started = Stream(served, n=8)  # runs until the engines have reported it
     until(lambda: sum(metric(served, RUNNING).values()) > 0)
     number = int(max(running := metric(served, RUNNING), key=lambda engine: running[engine]))
     first, second = engines(served)[number], engines(served)[1 - number]
@@ -137,16 +137,16 @@ def test_an_engine_that_dies_takes_only_what_it_had_begun(served: Served) -> Non
         served.find(rf"engine {number} \(process {first}\) ended: killed by SIGKILL", after)
         os.kill(second, signal.SIGCONT)
         assert [choices(future.result()) for future in waiting] == [expected] * 4
-    error = begun.rest()[-1]["error"]
+    error = started.rest()[-1]["error"]
     assert "the engine died" in error["message"] and error["code"] == 503
-    assert "".join(piece["choices"][0]["text"] for piece in other.rest()) == whole
+    assert "".join(chunk["choices"][0]["text"] for chunk in other.rest()) == whole
     assert httpx.get(f"{served.root}/health").status_code == 200
     until(lambda: len(engines(served)) == 2 and first not in engines(served))
     assert choices(complete(served, prompt="The sea", temperature=0)) == expected
 
 
-def test_adapters_are_in_every_engine(tmp_path: Path) -> None:
-    """Also in one that was not there when they were loaded and unloaded, whichever process did it."""
+def test_adapters_are_loaded_in_every_engine(tmp_path: Path) -> None:
+    """Also in an engine that was not running when they were loaded and unloaded, by either API process."""
     model = save(Qwen3Config(**SMALL, head_dim=16, sliding_window=None), tmp_path)
     get_peft_model(model, LoraConfig(r=3, init_lora_weights=False)).save_pretrained(tmp_path / "adapter")
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -168,7 +168,7 @@ def test_adapters_are_in_every_engine(tmp_path: Path) -> None:
 
             async def replicas(count: int) -> None:
                 for gateway in gateways:
-                    while sum(one.blocks > 0 for one in gateway.engine_pool.stats.replicas) != count:
+                    while sum(replica.blocks > 0 for replica in gateway.engine_pool.stats.replicas) != count:
                         await asyncio.sleep(0.02)
 
             await replicas(2)
@@ -177,11 +177,11 @@ def test_adapters_are_in_every_engine(tmp_path: Path) -> None:
             await llm.unload_lora_adapter("adapter")
             await llm.load_lora_adapter("other", tmp_path / "adapter")
             await replicas(2)
-            asked = [
+            streams = [
                 gateways[i % 2].generate(TokenizedPrompt(prompt), params, adapter="other")
                 for i, prompt in enumerate(prompts)
             ]
-            token_ids = await asyncio.gather(*map(last, asked))
+            token_ids = await asyncio.gather(*map(last, streams))
             assert [list(gateway.engine_pool.adapters) for gateway in gateways] == [["other"]] * 2
             await gateways[1].close()
             return token_ids
@@ -189,8 +189,8 @@ def test_adapters_are_in_every_engine(tmp_path: Path) -> None:
     assert asyncio.run(found()) == [output.outputs[0].token_ids for output in expected]
 
 
-def test_what_one_engine_has_no_room_for_another_computes() -> None:
-    """Although the first one has its prefix; what no engine would compute gets the error that one gives."""
+def test_request_refused_by_full_engine_runs_on_another() -> None:
+    """Even if the full engine has its prefix cached. A request that every engine refuses gets one engine's error."""
     prompt = {"prompt_token_ids": list(range(10, 210))}
     params = SamplingParams(max_tokens=20, ignore_eos=True)
 
@@ -210,7 +210,7 @@ def test_what_one_engine_has_no_room_for_another_computes() -> None:
     assert errors.count(None) == 4 and {error.code for error in errors if error} == {"overloaded"}
 
 
-def test_an_llm_has_one_engine() -> None:
+def test_llm_refuses_data_parallel_size() -> None:
     with pytest.raises(PenstockError, match="LLM runs one engine"):
         LLM(data_parallel_size=2)
 
@@ -221,6 +221,6 @@ def test_an_llm_has_one_engine() -> None:
     ("profile", "flag"),
     [("vllm", "-dp"), ("ascend-vllm", "--data-parallel-size"), ("fastdeploy", "--data-parallel-size")],
 )
-def test_engines_are_asked_for_as_elsewhere(capsys: pytest.CaptureFixture[str], profile: str, flag: str) -> None:
+def test_compat_flags_set_data_parallel_size(capsys: pytest.CaptureFixture[str], profile: str, flag: str) -> None:
     assert main(["config", "--json", "--compat", profile, flag, "3"]) == 0
     assert json.loads(capsys.readouterr().out)["data_parallel_size"]["value"] == 3

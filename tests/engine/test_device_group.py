@@ -1,4 +1,4 @@
-"""Ranks that gather on devices, over Gloo in place of NCCL."""
+"""Device groups: ranks gather tensors, over Gloo instead of NCCL."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from repository import SUPPORT
 pytest.importorskip("penstock.ops._kernels", reason="the CPU kernels were not built")
 
 
-def test_every_rank_has_the_outputs_of_all(tmp_path: Path) -> None:
+def test_every_rank_gathers_outputs_of_all_ranks(tmp_path: Path) -> None:
     from penstock.parallel.shared_memory import create_memory
 
     size, memory = 3, create_memory()
@@ -29,10 +29,10 @@ def test_every_rank_has_the_outputs_of_all(tmp_path: Path) -> None:
             )
             for rank in range(size)
         ]
-        said = [rank.communicate(timeout=60)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
         assert all(
-            rank.returncode == 0 and text.endswith("gathered\n") for rank, text in zip(ranks, said, strict=True)
-        ), said
+            rank.returncode == 0 and text.endswith("gathered\n") for rank, text in zip(ranks, outputs, strict=True)
+        ), outputs
     finally:
         for rank in ranks:
             rank.kill()

@@ -1,4 +1,4 @@
-"""Prompts as vectors: against transformers and sentence-transformers, in any company, and over HTTP."""
+"""Embeddings: compared with transformers and sentence-transformers, in any batch, and over HTTP."""
 
 from __future__ import annotations
 
@@ -45,45 +45,45 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def draw(seed: int, length: int) -> list[int]:
+def random_prompt(seed: int, length: int) -> list[int]:
     rng = Random(seed)
     return [rng.randrange(2, 300) for _ in range(length)]
 
 
-PROMPTS = [draw(length, length) for length in (1, 16, 40, 130, 256)]
+PROMPTS = [random_prompt(length, length) for length in (1, 16, 40, 130, 256)]
 
 
 @torch.inference_mode()
 def states(model: Any, prompt: list[int]) -> Tensor:
-    """After the last norm, ``[tokens, hidden]``."""
+    """Hidden states after the last norm, ``[tokens, hidden]``."""
     found: Tensor = model(torch.tensor([prompt]), output_hidden_states=True).hidden_states[-1][0]
     return found
 
 
-def close(ours: list[float], theirs: Tensor) -> None:
+def assert_close(ours: list[float], theirs: Tensor) -> None:
     assert ours == pytest.approx(theirs.tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize("ops", ["reference", "cpu"])
 @pytest.mark.parametrize("pooling_type", ["last", "mean"])
-def test_vectors_are_made_of_the_librarys_hidden_states(base: Path, pooling_type: Any, ops: str) -> None:
-    """In chunks of 50 tokens, up to the whole context long."""
+def test_embeddings_equal_pooled_hidden_states_of_transformers(base: Path, pooling_type: Any, ops: str) -> None:
+    """Chunks of 50 tokens; the longest prompt fills the context."""
     if ops == "cpu":
         pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
     llm = LLM(base, dtype="float32", ops=ops, pooling_type=pooling_type, max_num_batched_tokens=50, **OPTIONS)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     for prompt, output in zip(PROMPTS, llm.embed(PROMPTS, use_tqdm=False), strict=True):
         found = states(model, prompt)
-        wanted = found[-1] if pooling_type == "last" else found.mean(0)
-        close(output.outputs.embedding, wanted / wanted.norm())
+        expected = found[-1] if pooling_type == "last" else found.mean(0)
+        assert_close(output.outputs.embedding, expected / expected.norm())
         assert output.prompt_token_ids == prompt
         assert output.outputs.hidden_size == 64
     params = [PoolingParams(pooling_type=pooling_type, normalize=normal, dimensions=9) for normal in (True, False)]
     short, raw = llm.embed([PROMPTS[2]] * 2, use_tqdm=False, pooling_params=params)
     found = states(model, PROMPTS[2])
-    wanted = (found[-1] if pooling_type == "last" else found.mean(0))[:9]
-    close(short.outputs.embedding, wanted / wanted.norm())
-    close(raw.outputs.embedding, wanted)
+    expected = (found[-1] if pooling_type == "last" else found.mean(0))[:9]
+    assert_close(short.outputs.embedding, expected / expected.norm())
+    assert_close(raw.outputs.embedding, expected)
     assert llm.engine.scheduler.device_pool.num_free == llm.engine.scheduler.device_pool.total
     assert not llm.engine.busy
 
@@ -93,21 +93,21 @@ def test_vectors_are_made_of_the_librarys_hidden_states(base: Path, pooling_type
     [{"dtype": "float32"}, {"dtype": "bfloat16", "kv_cache_dtype": "int8"}, {"quantization": "w8a8"}],
     ids=str,
 )
-def test_a_vector_does_not_depend_on_its_company(qwen3: Path, options: dict[str, Any]) -> None:
-    """Beside requests that generate, in chunks of any size, with cached prefixes, after preemption: the same bits."""
+def test_embedding_bits_do_not_depend_on_batch(qwen3: Path, options: dict[str, Any]) -> None:
+    """The same bits next to generating requests, in chunks of any size, with cached prefixes and after preemption."""
     pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
     rng = Random("embed")
     requests: list[EngineRequest] = []
     for number in range(24):
-        prompt = [2 + i for i in range(rng.choice((0, 40)))] + draw(number, rng.randint(1, 120))
+        prompt = [2 + i for i in range(rng.choice((0, 40)))] + random_prompt(number, rng.randint(1, 120))
         pooling = PoolingParams(pooling_type=rng.choice(("last", "mean")))
         growing = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-        wanted = {"sampling": NO_GENERATION, "pooling": pooling} if number % 2 else {"sampling": growing}
-        requests.append(EngineRequest(request_id=str(number), prompt=prompt, **wanted))
+        params = {"sampling": NO_GENERATION, "pooling": pooling} if number % 2 else {"sampling": growing}
+        requests.append(EngineRequest(request_id=str(number), prompt=prompt, **params))
 
-    def run(engine: Engine, some: list[EngineRequest]) -> dict[str, bytes]:
+    def run(engine: Engine, batch: list[EngineRequest]) -> dict[str, bytes]:
         found: dict[str, bytes] = {}
-        left = list(some)
+        left = list(batch)
         while left or engine.busy:
             while left and rng.random() < 0.5:
                 engine.add(left.pop(0))
@@ -116,9 +116,9 @@ def test_a_vector_does_not_depend_on_its_company(qwen3: Path, options: dict[str,
         return found
 
     fixed = OPTIONS | {"model": str(qwen3), "max_model_len": 256} | options
-    lone, alone = Engine(engine_options(**fixed, enable_prefix_caching=False)), dict[str, bytes]()
-    for request in requests[1::2]:  # those with a vector
-        alone |= run(lone, [request])
+    single, alone = Engine(engine_options(**fixed, enable_prefix_caching=False)), dict[str, bytes]()
+    for request in requests[1::2]:  # the embedding requests
+        alone |= run(single, [request])
     assert len(alone) == 12
     preempted = 0
     for _ in range(12):
@@ -135,34 +135,37 @@ def test_a_vector_does_not_depend_on_its_company(qwen3: Path, options: dict[str,
     assert preempted > 12
 
 
-def test_the_last_token_is_found_after_cached_ones_and_a_mean_is_not(qwen3: Path) -> None:
+def test_last_pooling_uses_cached_prefix_and_mean_pooling_does_not(qwen3: Path) -> None:
     llm = LLM(qwen3, **OPTIONS)
     for kind, cached in (("last", 96), ("mean", 0)):
         params = PoolingParams(pooling_type=kind)  # type: ignore[arg-type]
-        first, again = (llm.embed([draw(5, 100)], use_tqdm=False, pooling_params=params)[0] for _ in "12")
+        first, again = (llm.embed([random_prompt(5, 100)], use_tqdm=False, pooling_params=params)[0] for _ in "12")
         assert again.num_cached_tokens == cached
         assert first.outputs == again.outputs
         llm.engine.scheduler.device_pool.clear_cache()
 
 
-def test_an_adapter_makes_vectors_of_its_own(qwen3: Path, tmp_path: Path) -> None:
+def test_adapter_changes_embeddings_as_in_peft(qwen3: Path, tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_pretrained(qwen3, dtype=torch.float32)
     changed = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
     changed.save_pretrained(tmp_path)
     llm = LLM(qwen3, dtype="float32", enable_lora=True, **OPTIONS)
     adapters = [None, LoRARequest("a", 1, str(tmp_path))]
-    plain, own = llm.embed([PROMPTS[2]] * 2, use_tqdm=False, lora_request=adapters)
-    wanted = states(changed, PROMPTS[2])[-1]
-    close(own.outputs.embedding, wanted / wanted.norm())
-    assert own.outputs != plain.outputs
+    plain, adapted = llm.embed([PROMPTS[2]] * 2, use_tqdm=False, lora_request=adapters)
+    expected = states(changed, PROMPTS[2])[-1]
+    assert_close(adapted.outputs.embedding, expected / expected.norm())
+    assert adapted.outputs != plain.outputs
 
 
 @pytest.mark.parametrize("pooling", ["lasttoken", "mean"])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_a_checkpoint_of_sentence_transformers_says_how_it_pools(tmp_path: Path, pooling: str, normalize: bool) -> None:
-    """A decoder without a head, whose tensors have no prefix."""
-    from sentence_transformers import SentenceTransformer, models  # more than a second, for this test alone
+def test_sentence_transformers_checkpoint_sets_pooling(tmp_path: Path, pooling: str, normalize: bool) -> None:
+    """A decoder without a language model head; its tensor names have no prefix."""
+    from sentence_transformers import (
+        SentenceTransformer,
+        models,
+    )  # takes more than a second, and only this test needs it
 
     torch.manual_seed(0)
     model = AutoModel.from_config(CONFIGS["qwen3"])
@@ -181,15 +184,15 @@ def test_a_checkpoint_of_sentence_transformers_says_how_it_pools(tmp_path: Path,
     ids = [token for token in llm.get_tokenizer().encode("\n\t !") if token < 300] or [5]
     features = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.int64)}
     with torch.inference_mode():
-        wanted = library(features)["sentence_embedding"][0]
+        expected = library(features)["sentence_embedding"][0]
     (output,) = llm.embed([ids], use_tqdm=False)
-    close(output.outputs.embedding, wanted)
+    assert_close(output.outputs.embedding, expected)
     with pytest.raises(PenstockError, match="no language model head") as refused:
         llm.generate([ids])
     assert refused.value.failure.code is Code.UNSUPPORTED
 
 
-def test_what_cannot_be_pooled_is_refused_by_name(qwen3: Path, tmp_path: Path) -> None:
+def test_invalid_pooling_is_refused_with_field(qwen3: Path, tmp_path: Path) -> None:
     llm = LLM(qwen3, **OPTIONS)
     for params, field in ((PoolingParams(dimensions=65), "dimensions"), (PoolingParams(), "prompt")):
         with pytest.raises(PenstockError) as refused:
@@ -228,16 +231,16 @@ def llm() -> LLM:
     return LLM(num_gpu_blocks_override=400)
 
 
-def test_openai_embeds(client: openai.OpenAI, llm: LLM) -> None:
+def test_openai_client_gets_embeddings_of_llm(client: openai.OpenAI, llm: LLM) -> None:
     expected = [output.outputs.embedding for output in llm.embed(TEXTS, use_tqdm=False)]
     ids = [llm.get_tokenizer().encode(text) for text in TEXTS]
     for given in (TEXTS, ids):
-        answer = client.embeddings.create(model="penstock-demo", input=given)  # in base64, which is its default
+        answer = client.embeddings.create(model="penstock-demo", input=given)  # in base64, the client's default
         assert [entry.embedding for entry in answer.data] == expected
         assert [entry.index for entry in answer.data] == [0, 1, 2]
         assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, ids))
-    for one in (TEXTS[0], ids[0]):
-        answer = client.embeddings.create(model="default", input=one, encoding_format="float")
+    for given in (TEXTS[0], ids[0]):
+        answer = client.embeddings.create(model="default", input=given, encoding_format="float")
         assert [entry.embedding for entry in answer.data] == expected[:1]
     (short,) = llm.embed(TEXTS[0], use_tqdm=False, pooling_params=PoolingParams(dimensions=16))
     answer = client.embeddings.create(model="default", input=TEXTS[0], dimensions=16)
@@ -246,17 +249,17 @@ def test_openai_embeds(client: openai.OpenAI, llm: LLM) -> None:
     assert len({tuple(entry.embedding) for entry in many.data}) == 1
 
 
-def test_texts_are_as_near_as_their_vectors(server: Served, llm: LLM) -> None:
+def test_scores_equal_cosine_similarity_of_embeddings(server: Served, llm: LLM) -> None:
     for path in ("/score", "/v1/score"):
         body = {"model": "default", "text_1": TEXTS[0], "text_2": TEXTS}
         answer = httpx.post(server.root + path, json=body, timeout=60).json()
         expected = llm.similarity(TEXTS[0], TEXTS, use_tqdm=False)
-        assert [entry["score"] for entry in answer["data"]] == [one.outputs.score for one in expected]
+        assert [entry["score"] for entry in answer["data"]] == [output.outputs.score for output in expected]
         assert answer["data"][0]["score"] == pytest.approx(1, abs=1e-6)
     pairs = httpx.post(f"{server.root}/score", json={"text_1": TEXTS[:2], "text_2": TEXTS[1:]}, timeout=60).json()
     vectors = torch.tensor([output.outputs.embedding for output in llm.embed(TEXTS, use_tqdm=False)])
-    wanted = torch.cosine_similarity(vectors[:2], vectors[1:]).tolist()
-    assert [entry["score"] for entry in pairs["data"]] == pytest.approx(wanted, abs=1e-5)
+    expected = torch.cosine_similarity(vectors[:2], vectors[1:]).tolist()
+    assert [entry["score"] for entry in pairs["data"]] == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -275,13 +278,13 @@ def test_texts_are_as_near_as_their_vectors(server: Served, llm: LLM) -> None:
         ("/score", {"text_1": "a"}, "text_2"),
     ],
 )
-def test_wrong_requests_are_refused_by_name(server: Served, path: str, body: dict[str, Any], field: str) -> None:
+def test_invalid_request_is_refused_with_field(server: Served, path: str, body: dict[str, Any], field: str) -> None:
     answer = httpx.post(server.root + path, json=body, timeout=60)
     assert answer.status_code == (404 if field == "model" else 400)
     assert answer.json()["error"]["param"].partition("[")[0] == field
 
 
-def test_embeddings_are_counted(server: Served, client: openai.OpenAI) -> None:
+def test_prompt_tokens_of_embeddings_are_counted(server: Served, client: openai.OpenAI) -> None:
     def count() -> float:
         page = httpx.get(f"{server.root}/metrics").text
         return sum(

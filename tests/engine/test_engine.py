@@ -1,4 +1,4 @@
-"""Faults within an engine: what fails ends what it was for, and nothing else; what fails for good ends the engine."""
+"""Faults within an engine: a failure ends the affected requests only; a device that has failed ends the engine."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from penstock.engine.spec_decode.speculation import MAX_FAILURES
 
 pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
 
-BROKEN = 299
-"""A token whose embedding is not a number: so is all that a model makes of a prompt with it."""
+NAN_TOKEN = 299
+"""Token with an embedding of NaN: all logits of a prompt with it are NaN."""
 LONGEST, SIZE, BLOCKS = 128, 16, 24
 
 
@@ -30,11 +30,11 @@ LONGEST, SIZE, BLOCKS = 128, 16, 24
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
     save(Qwen3Config(**SMALL | {"tie_word_embeddings": False}, head_dim=32, sliding_window=None), folder)
-    spoil(folder, slice(BROKEN, None))
+    set_embeddings_to_nan(folder, slice(NAN_TOKEN, None))
     return folder
 
 
-def spoil(folder: Path, tokens: slice) -> None:
+def set_embeddings_to_nan(folder: Path, tokens: slice) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["model.embed_tokens.weight"][tokens] = float("nan")
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -50,8 +50,8 @@ def request(name: str, prompt: list[int], **params: Any) -> EngineRequest:
     return EngineRequest(request_id=name, prompt=prompt, sampling=sampling)
 
 
-class Told(NamedTuple):
-    """What was said of a sequence."""
+class Output(NamedTuple):
+    """Output of a sequence."""
 
     token_ids: list[int]
     logprobs: list[Any]
@@ -64,24 +64,26 @@ class Told(NamedTuple):
         return self.token_ids, self.logprobs, self.finished
 
 
-def run(engine: Engine, requests: Iterable[EngineRequest]) -> dict[tuple[str, int], Told]:
-    """By request and sequence."""
+def run(engine: Engine, requests: Iterable[EngineRequest]) -> dict[tuple[str, int], Output]:
+    """Run requests to their end; return outputs by request id and sequence index."""
     for one in requests:
         engine.add(one)
-    found: dict[tuple[str, int], Told] = {}
+    found: dict[tuple[str, int], Output] = {}
     while engine.busy:
         for delta in engine.step():
-            known = found.setdefault((delta.request_id, delta.sequence), Told([], [], None, None, delta.cached_tokens))
+            known = found.setdefault(
+                (delta.request_id, delta.sequence), Output([], [], None, None, delta.cached_tokens)
+            )
             known.token_ids.extend(delta.token_ids)
             known.logprobs.extend(delta.logprobs or [delta.cumulative_logprob] * bool(delta.cumulative_logprob))
             found[delta.request_id, delta.sequence] = known._replace(finished=delta.finished, failure=delta.failure)
-    assert engine.scheduler.device_pool.num_free == engine.scheduler.device_pool.total, "every block is back"
+    assert engine.scheduler.device_pool.num_free == engine.scheduler.device_pool.total, "not every block was freed"
     return found
 
 
-def bits(found: dict[tuple[str, int], Told], names: str = "") -> dict[tuple[str, int], Any]:
-    """Of those whose name begins so what must not depend on others."""
-    return {name: told.bits for name, told in found.items() if name[0].startswith(names)}
+def bits(found: dict[tuple[str, int], Output], prefix: str = "") -> dict[tuple[str, int], Any]:
+    """Parts of the outputs that must not depend on other requests, for request ids with a prefix."""
+    return {name: output.bits for name, output in found.items() if name[0].startswith(prefix)}
 
 
 PARAMS: list[dict[str, Any]] = [
@@ -94,37 +96,37 @@ PARAMS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("speculative", ["", '{"method": "ngram", "prompt_lookup_min": 1, "adaptive": false}'])
-def test_scores_that_are_no_numbers_end_their_sequence_alone(checkpoint: Path, speculative: str) -> None:
-    """The others keep every bit, beside it and later in its blocks."""
+def test_nan_logits_fail_their_sequence_only(checkpoint: Path, speculative: str) -> None:
+    """Other requests keep every bit, in the same batch and later in its blocks."""
     good = [request(f"good {i}", [5, 6, 7, 8] * 4 + [i], **params) for i, params in enumerate(PARAMS)]
-    bad = [request(f"bad {i}", [i, BROKEN] * 20, **params) for i, params in enumerate(PARAMS)]
+    bad = [request(f"bad {i}", [i, NAN_TOKEN] * 20, **params) for i, params in enumerate(PARAMS)]
     engine = start(checkpoint, speculative_config=speculative)
     alone: dict[tuple[str, int], Any] = {}
     for one in good:
         alone |= bits(run(engine, [one]))
     together = run(engine, [one for pair in zip(bad, good, strict=True) for one in pair])
-    again = run(engine, [request(f"bad again {i}", [i, BROKEN] * 20) for i in range(3)])
+    again = run(engine, [request(f"bad again {i}", [i, NAN_TOKEN] * 20) for i in range(3)])
     assert bits(together, "good") == alone
     assert bits(run(engine, good)) == alone
-    failed = [told for name, told in (together | again).items() if name[0].startswith("bad")]
+    failed = [output for name, output in (together | again).items() if name[0].startswith("bad")]
     assert len(failed) == 9
-    for told in failed:
-        assert told.failure and told.failure.code is Code.INTERNAL and "are not finite" in told.failure.message
-        assert told.cached_tokens == 0, "what is wrong is not found by others"
+    for output in failed:
+        assert output.failure and output.failure.code is Code.INTERNAL and "are not finite" in output.failure.message
+        assert output.cached_tokens == 0, "wrong blocks were found in the prefix cache"
 
 
-def test_no_allowed_token_ends_the_sequence(checkpoint: Path) -> None:
-    """As it is only known when it comes to it: the bad word's second token is all that is allowed."""
+def test_sequence_without_allowed_token_fails(checkpoint: Path) -> None:
+    """Known only during generation: the second token of a bad word is the only allowed token."""
     params = {"allowed_token_ids": (5, 6), "bad_word_ids": ((6, 5), (5, 5), (5, 6), (6, 6))}
-    beside = request("beside", [7, 8])
+    other = request("other", [7, 8])
     engine = start(checkpoint)
-    alone = run(engine, [beside])
+    alone = run(engine, [other])
     for temperature in (0, 1.0):
-        found = run(engine, [request("none", [1, 2, 3], temperature=temperature, **params), beside])
-        assert bits(found, "beside") == bits(alone)
-        told = found["none", 0]
-        assert told.token_ids[0] in (5, 6) and told.failure
-        assert told.failure.code is Code.INVALID and "no token can be sampled" in told.failure.message
+        found = run(engine, [request("none", [1, 2, 3], temperature=temperature, **params), other])
+        assert bits(found, "other") == bits(alone)
+        output = found["none", 0]
+        assert output.token_ids[0] in (5, 6) and output.failure
+        assert output.failure.code is Code.INVALID and "no token can be sampled" in output.failure.message
 
 
 @pytest.mark.parametrize(
@@ -135,7 +137,7 @@ def test_no_allowed_token_ends_the_sequence(checkpoint: Path) -> None:
         ({"allowed_token_ids": (5, 6), "bad_word_ids": ((6,),), "min_tokens": 1, "stop_token_ids": (5,)}, "min_tokens"),
     ],
 )
-def test_what_leaves_no_token_is_refused(checkpoint: Path, params: dict[str, Any], field: str) -> None:
+def test_params_allowing_no_token_are_refused(checkpoint: Path, params: dict[str, Any], field: str) -> None:
     engine = start(checkpoint)
     with pytest.raises(PenstockError) as refused:
         engine.add(request("none", [1], **params))
@@ -151,7 +153,7 @@ EXECUTORS = pytest.mark.parametrize("backend", ["uni", "mp"])
 
 
 @EXECUTORS
-def test_a_step_that_fails_ends_its_requests_alone(checkpoint: Path, device: FailingDevice, backend: str) -> None:
+def test_failed_step_ends_its_requests_only(checkpoint: Path, device: FailingDevice, backend: str) -> None:
     engine = start(checkpoint, max_num_seqs=2, distributed_executor_backend=backend)
     waiting = request("waiting", [9, 9, 9])
     alone = run(engine, [waiting])
@@ -168,9 +170,7 @@ def test_a_step_that_fails_ends_its_requests_alone(checkpoint: Path, device: Fai
 
 
 @EXECUTORS
-def test_a_device_that_has_failed_ends_all_requests_and_the_engine(
-    checkpoint: Path, device: FailingDevice, backend: str
-) -> None:
+def test_failed_device_ends_all_requests_and_engine(checkpoint: Path, device: FailingDevice, backend: str) -> None:
     engine = start(checkpoint, max_num_seqs=2, distributed_executor_backend=backend)
     for number in range(4):
         engine.add(request(str(number), [1, 2, 3, number], n=2))
@@ -186,43 +186,43 @@ def test_a_device_that_has_failed_ends_all_requests_and_the_engine(
     assert refused.value.failure.code is Code.UNAVAILABLE
 
 
-def test_a_draft_model_that_fails_ends_no_request(
+def test_failing_draft_model_fails_no_request(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One whose weights are no numbers; it is left alone, and in the end for good."""
+    """With weights of NaN; the last of ``MAX_FAILURES`` failures ends drafting until the engine restarts."""
     save(Qwen3Config(**SMALL, head_dim=32, sliding_window=None), tmp_path)
-    spoil(tmp_path, slice(None))
-    asked = [request(str(i), [3, 4, 5, i], **PARAMS[i % 4]) for i in range(MAX_FAILURES + 4)]
-    guesser = json.dumps({"model": str(tmp_path), "adaptive": False})
-    alone, guessing = start(checkpoint), start(checkpoint, speculative_config=guesser)
+    set_embeddings_to_nan(tmp_path, slice(None))
+    requests = [request(str(i), [3, 4, 5, i], **PARAMS[i % 4]) for i in range(MAX_FAILURES + 4)]
+    config = json.dumps({"model": str(tmp_path), "adaptive": False})
+    alone, drafting = start(checkpoint), start(checkpoint, speculative_config=config)
     with caplog.at_level(logging.ERROR):
-        for one in asked:
-            assert bits(run(guessing, [one])) == bits(run(alone, [one]))
+        for one in requests:
+            assert bits(run(drafting, [one])) == bits(run(alone, [one]))
     assert "drafting failed" in caplog.text and "until the engine restarts" in caplog.text
     assert len(caplog.records) == MAX_FAILURES
 
 
-def test_a_guess_that_fails_ends_the_guessing_of_its_sequence(
+def test_failed_draft_ends_drafting_of_its_sequence(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked = [request(str(i), [3, 4, 3, 4, i, 3, 4], temperature=0) for i in range(5, 8)]
-    plain = run(start(checkpoint), asked)
-    whole = NGramDrafter.propose
+    requests = [request(str(i), [3, 4, 3, 4, i, 3, 4], temperature=0) for i in range(5, 8)]
+    plain = run(start(checkpoint), requests)
+    propose = NGramDrafter.propose
 
-    def guess(self: NGramDrafter, sequence: Any, most: int) -> list[int]:
+    def failing_propose(self: NGramDrafter, sequence: Any, most: int) -> list[int]:
         if sequence.request.request_id == "6":
             raise IndexError("out of reach")
-        return whole(self, sequence, most)
+        return propose(self, sequence, most)
 
-    monkeypatch.setattr(NGramDrafter, "propose", guess)
+    monkeypatch.setattr(NGramDrafter, "propose", failing_propose)
     engine = start(checkpoint, speculative_config='{"method": "ngram", "prompt_lookup_min": 1, "adaptive": false}')
-    assert bits(run(engine, asked)) == bits(plain)
+    assert bits(run(engine, requests)) == bits(plain)
     assert engine.speculation and engine.speculation.stats.drafts > 0
     assert len(caplog.records) == 1 and "for the affected sequences" in caplog.text
 
 
-def test_a_failed_draw_accepts_no_draft(checkpoint: Path) -> None:
-    """The second token that is generated has a draft, and nothing is allowed in its place."""
+def test_failed_sampling_accepts_no_draft(checkpoint: Path) -> None:
+    """The second generated token has a draft, and no token is allowed in its place."""
     params = {"allowed_token_ids": (5, 6), "bad_word_ids": ((6, 5), (5, 5), (5, 6), (6, 6))}
     engine = start(checkpoint, speculative_config='{"method": "ngram", "prompt_lookup_min": 1, "adaptive": false}')
     found = run(engine, [request("none", [5, 6] * 8, temperature=0, return_perf_metrics=True, **params)])

@@ -1,4 +1,4 @@
-"""Engine folders: the bits of their checkpoint without it, limits that act, builds that are killed, broken folders."""
+"""Engine folders: same outputs as their checkpoint, recorded limits, killed builds, damaged folders."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a family with biases, and a head of its own."""
+    """Checkpoint of a family with biases and an untied head."""
     folder = tmp_path_factory.mktemp("checkpoint")
     save(Qwen2Config(**SMALL, tie_word_embeddings=False), folder)
     return folder
@@ -59,7 +59,7 @@ def build(
 
 
 def answers(folder: Path, **options: Any) -> tuple[str, list[Any]]:
-    """The version of the weights, and what is generated, to the bit."""
+    """Version of the weights, and all generated tokens with logprobs."""
     llm = LLM(folder, **OPTIONS | options)
     with closing(llm.engine):
         return llm.engine.info.weights_version, generated(llm)
@@ -84,7 +84,7 @@ def generated(llm: LLM, **options: Any) -> list[Any]:
     ],
     ids=str,
 )
-def test_answers_are_those_of_the_checkpoint_which_is_gone(
+def test_engine_folder_answers_equal_deleted_checkpoint(
     checkpoint: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     shutil.copytree(checkpoint, tmp_path / "checkpoint")
@@ -92,14 +92,14 @@ def test_answers_are_those_of_the_checkpoint_which_is_gone(
     shutil.rmtree(tmp_path / "checkpoint")
     sizes = [options.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline")]
     assert len(list((tmp_path / "engine").glob("rank_*"))) == sizes[0] * sizes[1]
-    alike = {name: value for name, value in options.items() if name in ("quantization", "dtype", "ops")}
+    same_weights = {name: value for name, value in options.items() if name in ("quantization", "dtype", "ops")}
     ops = {name: value for name, value in options.items() if name == "ops"}
-    assert answers(tmp_path / "engine", **ops) == answers(checkpoint, **alike)
+    assert answers(tmp_path / "engine", **ops) == answers(checkpoint, **same_weights)
 
 
 @pytest.mark.parametrize("ops", ["reference", "cpu"])
 @pytest.mark.parametrize("kind", ["gptq asymmetric, act-order, v2", "fp8 blocks"])
-def test_checkpoints_that_are_quantized_already(tmp_path: Path, kind: str, ops: str) -> None:
+def test_build_from_quantized_checkpoint_keeps_answers(tmp_path: Path, kind: str, ops: str) -> None:
     if ops == "cpu":
         pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
     quantize(tmp_path / "checkpoint", KINDS[kind])
@@ -107,7 +107,7 @@ def test_checkpoints_that_are_quantized_already(tmp_path: Path, kind: str, ops: 
     assert answers(tmp_path / "engine", ops=ops) == answers(tmp_path / "checkpoint", ops=ops)
 
 
-def test_replicas_of_a_server_share_the_pages(engine: Path) -> None:
+def test_replicas_share_memory_of_weights(engine: Path) -> None:
     flags = ("--data-parallel-size", "2", "--num-gpu-blocks-override", "20")
     with Served(str(engine), *flags) as served:
         prompt = {"model": str(engine), "prompt": PROMPTS[0], "max_tokens": 3}
@@ -128,9 +128,9 @@ def mapping(pid: int, file: Path) -> dict[str, int]:
     }
 
 
-def test_adapters_drafts_and_changes_of_weights(checkpoint: Path, tmp_path: Path) -> None:
+def test_engine_folder_supports_lora_drafts_and_weight_updates(checkpoint: Path, tmp_path: Path) -> None:
     adapter(checkpoint, tmp_path / "adapter")
-    other = with_head(tmp_path / "head", knowing=True)
+    other = with_head(tmp_path / "head", accurate=True)
     build(other, tmp_path / "engine", dtype="float32")
     shutil.copytree(other, tmp_path / "new")
     changed = (tmp_path / "new" / "model.safetensors").read_bytes()
@@ -156,7 +156,7 @@ def test_adapters_drafts_and_changes_of_weights(checkpoint: Path, tmp_path: Path
     assert found[0] == found[1]
 
 
-def test_limits_are_defaults(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recorded_limits_are_default_options(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def configured(*flags: str) -> dict[str, Any]:
         assert main(["config", "--json", *flags]) == 0, capsys.readouterr().err
         return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
@@ -171,7 +171,7 @@ def test_limits_are_defaults(engine: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size: is 2, and .* was built for 1: leave it out, or build"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: is 2, and .* was built for 1"),
@@ -180,33 +180,35 @@ def test_limits_are_defaults(engine: Path, capsys: pytest.CaptureFixture[str]) -
         ({"ops": "reference"}, "built for kernels of layout cpu-3, and the kernels here have reference-3; build it"),
     ],
 )
-def test_options_that_contradict_a_build_are_refused(engine: Path, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(PenstockError, match=words) as refused:
+def test_options_contradicting_the_build_are_refused(engine: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PenstockError, match=message) as refused:
         LLM(engine, **OPTIONS | options)
     assert "\n" not in str(refused.value)
 
 
-def configured(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """Breaks a folder by a change of its ``config.json``."""
+def edit_config(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """Return a function that damages a folder by a change of its ``config.json``."""
 
-    def broken(folder: Path) -> None:
+    def apply(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
         change(config["engine_config"])
         (folder / "config.json").write_text(json.dumps(config))
 
-    return broken
+    return apply
 
 
-def on_shard(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    def broken(folder: Path) -> None:
+def edit_shard(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    """Return a function that damages a folder by a change of its shard."""
+
+    def apply(folder: Path) -> None:
         shard = folder / "rank_0" / "weights-00000.packed"
         shard.write_bytes(change(shard.read_bytes()))
 
-    return broken
+    return apply
 
 
-def with_header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """Breaks a shard by a change of its header, whose checksum is right."""
+def edit_header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """Return a function that damages a folder by a change of its shard's header, with a matching checksum."""
 
     def changed(data: bytes) -> bytes:
         length = int.from_bytes(data[8:16], "little")
@@ -216,74 +218,77 @@ def with_header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Non
         numbers = b"".join(number.to_bytes(8, "little") for number in (len(text), xxh3_64_intdigest(text)))
         return data[:8] + numbers + text + data[24 + length :]
 
-    return on_shard(changed)
+    return edit_shard(changed)
 
 
-def flipped(data: bytes) -> bytes:
-    changed, draw = bytearray(data), random.Random(0)
+def flip_bits(data: bytes) -> bytes:
+    changed, rng = bytearray(data), random.Random(0)
     for _ in range(300):
-        changed[draw.randrange(2**21, len(data))] ^= 1 << draw.randrange(8)
+        changed[rng.randrange(2**21, len(data))] ^= 1 << rng.randrange(8)
     return bytes(changed)
 
 
-def shard_is_a_fifo(folder: Path) -> None:
+def replace_shard_by_fifo(folder: Path) -> None:
     (folder / "rank_0" / "weights-00000.packed").unlink()
     os.mkfifo(folder / "rank_0" / "weights-00000.packed")
 
 
-AGAIN = r": run the same penstock build again \(the checkpoint was /.*\)$"
-BROKEN = {
-    "cut": (on_shard(lambda data: data[:-100]), r"cannot be used .it has \d+ bytes instead of \d+." + AGAIN),
-    "cut in its header": (on_shard(lambda data: data[:50]), "cannot be used .its header is damaged." + AGAIN),
-    "empty": (on_shard(lambda data: b""), "cannot be used .it is no" + ".*" + AGAIN),
-    "bits flipped": (on_shard(flipped), " is damaged" + AGAIN),
-    "other header": (on_shard(lambda data: data.replace(b"float32", b"float23")), "its header is damaged.*" + AGAIN),
-    "other file": (on_shard(lambda data: b"x" * len(data)), "cannot be used" + ".*" + AGAIN),
-    "fifo": (shard_is_a_fifo, "it is not a regular file.*" + AGAIN),
+REBUILD_HINT = r": run the same penstock build again \(the checkpoint was /.*\)$"
+DAMAGES = {
+    "cut": (edit_shard(lambda data: data[:-100]), r"cannot be used .it has \d+ bytes instead of \d+." + REBUILD_HINT),
+    "cut in its header": (edit_shard(lambda data: data[:50]), "cannot be used .its header is damaged." + REBUILD_HINT),
+    "empty": (edit_shard(lambda data: b""), "cannot be used .it is no" + ".*" + REBUILD_HINT),
+    "flipped bits": (edit_shard(flip_bits), " is damaged" + REBUILD_HINT),
+    "other header": (
+        edit_shard(lambda data: data.replace(b"float32", b"float23")),
+        "its header is damaged.*" + REBUILD_HINT,
+    ),
+    "not a shard": (edit_shard(lambda data: b"x" * len(data)), "cannot be used" + ".*" + REBUILD_HINT),
+    "fifo": (replace_shard_by_fifo, "it is not a regular file.*" + REBUILD_HINT),
     "missing shard": (
         lambda folder: (folder / "rank_0" / "weights-00000.packed").unlink(),
-        "is missing or empty" + AGAIN,
+        "is missing or empty" + REBUILD_HINT,
     ),
-    "missing rank": (lambda folder: shutil.rmtree(folder / "rank_0"), "rank_0 is missing or empty" + AGAIN),
+    "missing rank": (lambda folder: shutil.rmtree(folder / "rank_0"), "rank_0 is missing or empty" + REBUILD_HINT),
     "missing tensor": (
-        with_header(lambda entries: entries.pop("model.norm.weight")),
-        "lacks model.norm.weight" + AGAIN,
+        edit_header(lambda entries: entries.pop("model.norm.weight")),
+        "lacks model.norm.weight" + REBUILD_HINT,
     ),
     "other shape": (
-        with_header(lambda entries: entries["model.norm.weight"][""].update(shape=[63])),
-        "is damaged" + AGAIN,
+        edit_header(lambda entries: entries["model.norm.weight"][""].update(shape=[63])),
+        "is damaged" + REBUILD_HINT,
     ),
     "outside the file": (
-        with_header(
+        edit_header(
             lambda entries: entries.pop("model.norm.weight") and entries["lm_head"]["values"].update(offset=2**40)
         ),
-        "its header is inconsistent.*" + AGAIN,
+        "its header is inconsistent.*" + REBUILD_HINT,
     ),
-    "between bytes": (
-        with_header(
+    "misaligned": (
+        edit_header(
             lambda entries: entries["lm_head"]["values"].update(offset=entries["lm_head"]["values"]["offset"] + 1)
         ),
-        "its header is inconsistent.*" + AGAIN,
+        "its header is inconsistent.*" + REBUILD_HINT,
     ),
-    "other version": (configured(lambda built: built.update(producer="9.9")), "by Penstock 9.9, and this is"),
+    "other version": (edit_config(lambda built: built.update(producer="9.9")), "by Penstock 9.9, and this is"),
     "other layout": (
-        configured(lambda built: built.update(layout="cpu-9")),
+        edit_config(lambda built: built.update(layout="cpu-9")),
         "of layout cpu-9, and the kernels here have",
     ),
     "other weights": (
-        configured(lambda built: built.update(weights_version="x")),
-        "is of another build than" + ".*" + AGAIN,
+        edit_config(lambda built: built.update(weights_version="x")),
+        "is of another build than" + ".*" + REBUILD_HINT,
     ),
-    "other layers": (configured(lambda built: built.update(layers=[2])), "stages of these numbers of layers: 2"),
-    "no sizes": (
-        configured(lambda built: built.update(tensor_parallel_size=0)),
+    "other layers": (edit_config(lambda built: built.update(layers=[2])), "stages of these numbers of layers: 2"),
+    "size of zero": (
+        edit_config(lambda built: built.update(tensor_parallel_size=0)),
         "has an inconsistent engine_config; build the folder",
     ),
-    "strange options": (
-        configured(lambda built: built.update(options={"chat_template": "/etc/passwd"})),
+    "unexpected option": (
+        edit_config(lambda built: built.update(options={"chat_template": "/etc/passwd"})),
         "has an inconsistent engine_config; build the folder",
     ),
-    "text for a size": (configured(lambda built: built.update(layers="../..")), "has a damaged engine_config"),
+    "text instead of numbers": (edit_config(lambda built: built.update(layers="../..")), "has a damaged engine_config"),
     "unfinished": (
         lambda folder: (folder / "config.json").rename(folder / "config.json.part"),
         "has not finished: run the same command again",
@@ -291,14 +296,14 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("how", BROKEN)
-def test_broken_folders_are_refused_in_one_sentence(engine: Path, tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_folder_is_refused_with_one_line_message(engine: Path, tmp_path: Path, damage: str) -> None:
     shutil.copytree(engine, tmp_path / "engine")
-    change, words = BROKEN[how]
+    change, message = DAMAGES[damage]
     change(tmp_path / "engine")
     with pytest.raises(PenstockError) as refused:
         LLM(tmp_path / "engine", **OPTIONS)
-    assert re.search(words, str(refused.value)) and "\n" not in str(refused.value), refused.value
+    assert re.search(message, str(refused.value)) and "\n" not in str(refused.value), refused.value
 
 
 def digest(folder: Path) -> dict[str, str]:
@@ -311,18 +316,18 @@ BUILD += ["--max-shard-size", "200KB"]
 
 
 @pytest.mark.parametrize(("workers", "kills"), [(1, 1), pytest.param(2, 20, marks=pytest.mark.thorough)])
-def test_a_build_that_was_killed_is_gone_on_with(tmp_path: Path, workers: int, kills: int) -> None:
+def test_killed_build_is_resumed(tmp_path: Path, workers: int, kills: int) -> None:
     assert main([*BUILD[3:], "--output-dir", str(tmp_path / "whole")]) == 0
-    expected, folder, draw = digest(tmp_path / "whole"), tmp_path / "killed", random.Random(workers)
+    expected, folder, rng = digest(tmp_path / "whole"), tmp_path / "killed", random.Random(workers)
     command = [*BUILD, "--workers", str(workers), "--output-dir", str(folder)]
     for _ in range(kills):
-        number = draw.randrange(2 * len(expected))
+        number = rng.randrange(2 * len(expected))
         building = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         while building.poll() is None and written(folder) < number:
             pass
         building.kill()
         building.wait()
-        if (folder / "config.json").exists():  # it was killed behind its end
+        if (folder / "config.json").exists():  # the build ended before the kill
             assert digest(folder) == expected
     times = {path: path.stat().st_mtime_ns for path in folder.rglob("*.packed")}
     assert main(command[3:]) == 0
@@ -331,11 +336,11 @@ def test_a_build_that_was_killed_is_gone_on_with(tmp_path: Path, workers: int, k
 
 
 def written(folder: Path) -> int:
-    """Number of files, those twice that are whole."""
+    """Number of files; complete files count twice."""
     return sum(2 - path.name.endswith(".part") for path in folder.rglob("*.*"))
 
 
-def test_another_build_into_the_same_folder_replaces_it(tmp_path: Path) -> None:
+def test_second_build_in_same_folder_replaces_first(tmp_path: Path) -> None:
     for options in ({"quantization": "w8a8", "tensor_parallel_size": 2}, {}):
         build(demo.CHAT, tmp_path / "engine", **options)
     build(demo.CHAT, tmp_path / "new")
@@ -343,7 +348,7 @@ def test_another_build_into_the_same_folder_replaces_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         ("--output-dir OTHER", "output_dir: OTHER holds notes.txt already; name a folder that is empty or new"),
         (
@@ -359,19 +364,19 @@ def test_another_build_into_the_same_folder_replaces_it(tmp_path: Path) -> None:
         ("--output-dir NEW --max-shard-size 5XB", "'5XB' is not a size such as 5GB or 500MB"),
     ],
 )
-def test_what_cannot_be_built(
-    engine: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, words: str
+def test_invalid_build_is_refused(
+    engine: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, message: str
 ) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").touch()
     paths = {"OTHER": "other", "NOTES": "other/notes.txt", "NEW": "new"}
     names = {name: tmp_path / path for name, path in paths.items()} | {"ENGINE": engine, "CHECKPOINT": checkpoint}
     for name, path in names.items():
-        flags, words = flags.replace(name, str(path)), words.replace(name, str(path))
+        flags, message = flags.replace(name, str(path)), message.replace(name, str(path))
     try:
         status: object = main(["build", *flags.split()])
     except SystemExit as ended:
         status = ended.code
-    said = capsys.readouterr()
-    assert status == 2 and words in said.err, said.err
+    output = capsys.readouterr()
+    assert status == 2 and message in output.err, output.err
     assert not (tmp_path / "new").exists()

@@ -1,4 +1,4 @@
-"""The engine's process against clients that send what is no message, and with a device that fails."""
+"""The engine process: clients that send invalid messages, and a device that fails."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COMMAND = (sys.executable, "-m", "penstock.engine.service.server")
 
 
 class Client:
-    """An engine process of its own, and a socket to it."""
+    """A separate engine process and a socket to it."""
 
     def __init__(self, folder: Path) -> None:
         address = f"ipc://{folder}/engine"
@@ -48,7 +48,7 @@ class Client:
         assert isinstance(engine_messages.decode_start_report(self.process.stdout.readline()), engine_messages.Ready)
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.connect(address)
-        self._beaten = 0.0
+        self._last_keep_alive = 0.0
 
     def send(self, data: bytes) -> None:
         self._socket.send(data)
@@ -61,30 +61,30 @@ class Client:
             )
         )
 
-    def _beat(self) -> None:
-        if time.monotonic() - self._beaten > engine_messages.KEEP_ALIVE_INTERVAL:
-            self._beaten = time.monotonic()
+    def _send_keep_alive(self) -> None:
+        if time.monotonic() - self._last_keep_alive > engine_messages.KEEP_ALIVE_INTERVAL:
+            self._last_keep_alive = time.monotonic()
             self.send(engine_messages.encode(engine_messages.KeepAlive()))
 
     def deltas(self, enough: Callable[[list[TokenDelta]], bool], limit: float = 60.0) -> list[TokenDelta]:
-        """What comes until it is enough."""
+        """Receive deltas until ``enough`` returns True for them."""
         found: list[TokenDelta] = []
         deadline = time.monotonic() + limit
-        self._beat()
+        self._send_keep_alive()
         while not enough(found):
             assert time.monotonic() < deadline, found
-            self._beat()
+            self._send_keep_alive()
             if self._socket.poll(100):
-                heard = engine_messages.decode_from_engine(self._socket.recv())
-                found += heard.deltas if isinstance(heard, engine_messages.Deltas) else []
+                message = engine_messages.decode_from_engine(self._socket.recv())
+                found += message.deltas if isinstance(message, engine_messages.Deltas) else []
         return found
 
-    def find(self, words: str, limit: float = 60.0) -> None:
-        """Wait until its log has these."""
+    def find(self, text: str, limit: float = 60.0) -> None:
+        """Wait until the log contains a text."""
         deadline = time.monotonic() + limit
-        while words not in (log := self._log.read_text()):
+        while text not in (log := self._log.read_text()):
             assert time.monotonic() < deadline, log
-            self.deltas(lambda found: True)  # which beats
+            self.deltas(lambda found: True)  # sends keep-alive messages
             time.sleep(0.05)
 
     def close(self) -> None:
@@ -106,31 +106,31 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     client.close()
 
 
-def raw(name: Any, sampling: Any, **more: Any) -> bytes:
+def encoded_add(name: Any, sampling: Any, **fields: Any) -> bytes:
     return msgspec.msgpack.encode(
-        {"type": "Add", "request": {"request_id": name, "prompt": [1], "sampling": sampling} | more}
+        {"type": "Add", "request": {"request_id": name, "prompt": [1], "sampling": sampling} | fields}
     )
 
 
 def nested(depth: int) -> bytes:
-    """An array in an array in an array."""
+    """Encode arrays nested to a depth."""
     return b"\x91" * depth + b"\x90"
 
 
 UNREADABLE = {
-    "out of range": raw("bad", {"temperature": -1, "n": 3}),
-    "of another type": raw("bad", {"temperature": "hot"}),
-    "of no form": raw("bad", {"guided_decoding": {"json": "{"}}),
-    "too deep": raw("bad", {"guided_decoding": {"json": "[" * 100_000}}),
-    "another field": raw("bad", {}, prompt="text"),
-    "no prompt": raw("bad", {}, prompt=[]),
-    "ends that cannot be": raw("bad", {"min_tokens": 2}, eos_token_ids=[-5]),
-    "too many to be": raw("bad", {"n": 10**15, "best_of": "x"}),
+    "out of range": encoded_add("bad", {"temperature": -1, "n": 3}),
+    "wrong type": encoded_add("bad", {"temperature": "hot"}),
+    "invalid schema": encoded_add("bad", {"guided_decoding": {"json": "{"}}),
+    "too deeply nested schema": encoded_add("bad", {"guided_decoding": {"json": "[" * 100_000}}),
+    "unknown type of prompt": encoded_add("bad", {}, prompt="text"),
+    "empty prompt": encoded_add("bad", {}, prompt=[]),
+    "negative EOS token": encoded_add("bad", {"min_tokens": 2}, eos_token_ids=[-5]),
+    "too many sequences": encoded_add("bad", {"n": 10**15, "best_of": "x"}),
 }
 
 
 @pytest.mark.parametrize("kind", UNREADABLE)
-def test_what_cannot_be_read_ends_its_request_alone(engine: Client, kind: str) -> None:
+def test_invalid_request_fails_alone(engine: Client, kind: str) -> None:
     engine.add("good", max_tokens=4)
     engine.send(UNREADABLE[kind])
     found = engine.deltas(ended("good", "bad"))
@@ -141,8 +141,15 @@ def test_what_cannot_be_read_ends_its_request_alone(engine: Client, kind: str) -
     assert sum(len(delta.token_ids) for delta in found if delta.request_id == "good") == 4
 
 
-def test_what_is_no_message_is_passed_over(engine: Client) -> None:
-    for data in (b"", b"\xc1", b"\x00" * 100, nested(100_000), msgspec.msgpack.encode({"type": "Add"}), raw(7, {})):
+def test_invalid_message_is_ignored(engine: Client) -> None:
+    for data in (
+        b"",
+        b"\xc1",
+        b"\x00" * 100,
+        nested(100_000),
+        msgspec.msgpack.encode({"type": "Add"}),
+        encoded_add(7, {}),
+    ):
         engine.send(data)
     for message in ({"type": "Abort", "request_id": 5}, {"type": "Nothing"}, {"type": "Stop"}, ["Add"], {"type": []}):
         engine.send(msgspec.msgpack.encode(message))
@@ -151,20 +158,20 @@ def test_what_is_no_message_is_passed_over(engine: Client) -> None:
     assert engine.process.poll() is None
 
 
-def test_what_tokens_spell_is_read_before_a_request_is_guided(engine: Client) -> None:
-    """While nothing runs, as it would hold up what does."""
+def test_vocabulary_is_read_before_first_guided_request(engine: Client) -> None:
+    """While the engine is idle, as reading it would delay running requests."""
     engine.send(
         engine_messages.encode(
             engine_messages.SetVocabulary(Vocabulary((demo.CHAT / "tokenizer.json").read_text(), [0]))
         )
     )
     engine.find("guided decoding has read the vocabulary")
-    form = GuidedDecodingParams(regex="[ab]{3}")
-    engine.add("guided", guided_decoding=form, ignore_eos=False)
+    constraint = GuidedDecodingParams(regex="[ab]{3}")
+    engine.add("guided", guided_decoding=constraint, ignore_eos=False)
     assert engine.deltas(ended("guided"))[-1].finished is FinishReason.STOP
 
 
-def test_a_device_that_has_failed_ends_requests_and_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_device_ends_requests_and_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = FailingDevice(tmp_path, monkeypatch)
     client = Client(tmp_path)
     try:

@@ -1,8 +1,8 @@
-"""Contract 2: the same request gives the same tokens and the same logprob bytes, whatever it shares the engine with,
-and however many ranks compute.
+"""Contract 2 (batch invariance): a request gets the same tokens and logprob bytes in any batch and with any number of
+ranks.
 
-56 schedules are drawn here; ``make exactness`` draws 10,000 in ten portions, each with requests of its own. Of the
-requests in them more than a fifth is preempted.
+About 200 random schedules are run here; ``make exactness`` runs 10,000 in ten portions with different requests. At
+least a fifth of the sequences are preempted.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from penstock.ops import reference
 
 SCHEDULES = int(os.environ.get("PENSTOCK_EXACTNESS_SCHEDULES", "200"))
 LARGEST = 64 if SCHEDULES >= 1000 else 24
-"""Requests to draw from, and in the largest schedules."""
+"""Number of requests to draw from, and of requests in the largest schedules."""
 SEED = os.environ.get("PENSTOCK_EXACTNESS_SEED", "")
-"""Other requests and other schedules with another text."""
+"""Seed: each text gives different requests and schedules."""
 BLOCK = 16
 LONGEST = 256
 ADAPTERS = ("a", "b")
 PROCESSES = 1.0 if executors.DEFAULT == "mp" else 0.02 if SCHEDULES >= 1000 else 0.0
-"""Share of the engines that have worker processes, besides the first one of each kind."""
+"""Share of the engines with worker processes. The first engine of each kind always has them."""
 GRIDS = ((1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (1, 3), (2, 2))
-"""Their tensor-parallel ranks and pipeline stages; those of the first one of each kind."""
-MANY = 10 if SCHEDULES >= 1000 else 4
-"""Schedules that these run, as they take seconds to start."""
+"""(tensor, pipeline) parallel sizes of engines with worker processes; the first engine of kind i has entry i."""
+SCHEDULES_PER_START = 10 if SCHEDULES >= 1000 else 4
+"""Number of schedules per engine with worker processes, which takes seconds to start."""
 Result = dict[int, tuple[list[int], bytes]]
-"""By sequence of the request: its tokens, and all it was told of their probabilities, in bytes."""
+"""Tokens and encoded probabilities (logprobs, prompt logprobs, logits) of a request, by sequence index."""
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}  # which four ranks can share
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}  # divisible by four ranks
     model = save(Qwen3Config(**SMALL | heads, head_dim=16, sliding_window=None), folder)
     for rank, name in enumerate(ADAPTERS, 3):
         config = LoraConfig(r=rank, target_modules=["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"])
@@ -67,7 +67,7 @@ GUESSING = {"num_speculative_tokens": 2, "adaptive": False}
 NGRAM = json.dumps(GUESSING | {"method": "ngram", "prompt_lookup_min": 1})
 
 OPS = os.environ.get("PENSTOCK_EXACTNESS_OPS", "auto")
-"""Kernels to draw for: with ``cuda``, those of a GPU, in the engine's own process."""
+"""Kernels to test; ``cuda``: those of a GPU, in the engine's process."""
 cpu: Any = None
 if OPS != "cuda":
     cpu = pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
@@ -81,14 +81,14 @@ KINDS = [
     "bfloat16 wint8 auto",
     "bfloat16 wint4-g32 int8",
 ]
-"""What is computed in, and what weights and the cache are rounded to."""
-OF_EACH = -(-SCHEDULES // len(KINDS))
-"""Schedules."""
+"""Data type, quantization of the weights, data type of the KV cache."""
+SCHEDULES_PER_KIND = -(-SCHEDULES // len(KINDS))
+"""Number of schedules of each kind."""
 
 
 def start(checkpoint: Path, kind: str, **options: Any) -> Engine:
-    dtype, quantization, kept = kind.split()
-    fixed = {"model": str(checkpoint), "dtype": dtype, "quantization": quantization, "kv_cache_dtype": kept}
+    dtype, quantization, kv_cache_dtype = kind.split()
+    fixed = {"model": str(checkpoint), "dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
     fixed |= {"ops": OPS, "device": "cuda" if OPS == "cuda" else "auto"}
     fixed |= {"block_size": BLOCK, "max_model_len": LONGEST, "weight_cache_dir": "none"}
     fixed["lora_modules"] = tuple(f"{name}={checkpoint / name}" for name in ADAPTERS)
@@ -98,7 +98,7 @@ def start(checkpoint: Path, kind: str, **options: Any) -> Engine:
 
 
 def vocabulary() -> Vocabulary:
-    """A token for each byte, and a few for two."""
+    """A vocabulary with a token for each byte, and three tokens of two bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("a", "b"), ("1", "1"), ('"', "a")]
     tokens = ["<eos>", *alphabet, *map("".join, merges)]
@@ -109,7 +109,7 @@ def vocabulary() -> Vocabulary:
     return Vocabulary(tokenizer.to_str(), [0])
 
 
-FORMS = (
+CONSTRAINTS = (
     GuidedDecodingParams(regex="(ab|[0-9]é|x+y){30,}"),
     GuidedDecodingParams(
         json={
@@ -123,11 +123,11 @@ FORMS = (
 
 
 def draw_request(rng: Random, number: int) -> EngineRequest:
-    """At least three of the smallest blocks long in the end. Some begin alike, so that they share prefixes."""
+    """Draw a request that is at least three of the smallest blocks long at its end. Some prompts share a prefix."""
     prompt = [2 + i for i in range(rng.choice((0, 20, 60)))] + [
         rng.randrange(2, 300) for _ in range(rng.randint(1, 100))
     ]
-    form = rng.choice((None, None, None, *FORMS))
+    constraint = rng.choice((None, None, None, *CONSTRAINTS))
     drawn: dict[str, Any] = {
         "n": rng.choice((1, 1, 1, 3)),
         "temperature": rng.choice((0.0, 0.8, 1.5)),
@@ -137,7 +137,7 @@ def draw_request(rng: Random, number: int) -> EngineRequest:
         "return_generation_logits": number % 5 == 1,
     }
     more = rng.randint(4, 32)
-    if rng.random() < 0.15:  # whose beams must find room in the smallest cache together
+    if rng.random() < 0.15:  # all beams together must fit in the smallest cache
         prompt, more = prompt[-20:], min(more, BLOCK)
         drawn = {"n": rng.randint(1, 3), "best_of": 3, "temperature": 0, "use_beam_search": True}
         drawn["logprobs"] = (None, 0)[number % 2]
@@ -146,8 +146,8 @@ def draw_request(rng: Random, number: int) -> EngineRequest:
         frequency_penalty=number % 3 * 0.2,
         seed=number,
         max_tokens=max(3 * BLOCK - len(prompt), 0) + more,
-        guided_decoding=form,
-        ignore_eos=form is None,
+        guided_decoding=constraint,
+        ignore_eos=constraint is None,
         prompt_logprobs=rng.choice((None, None, None, 2)),
         return_context_logits=number % 5 == 2,
         **drawn,
@@ -158,7 +158,7 @@ def draw_request(rng: Random, number: int) -> EngineRequest:
 
 
 class Steps(Protocol):
-    """An engine, or several that are driven as one."""
+    """An engine, or several engines driven as one."""
 
     @property
     def busy(self) -> bool: ...
@@ -167,36 +167,36 @@ class Steps(Protocol):
 
 
 def answers(engine: Steps, requests: list[EngineRequest], rng: Random | None = None) -> dict[str, Result]:
-    """All requests to their end; with ``rng`` they arrive bit by bit."""
-    told: dict[str, dict[int, list[Any]]] = {r.request_id: {} for r in requests}
+    """Run all requests to their end; with ``rng`` they arrive at random steps."""
+    outputs: dict[str, dict[int, list[Any]]] = {r.request_id: {} for r in requests}
     left = list(requests)
     while left or engine.busy:
         while left and (rng is None or rng.random() < 0.5):
             engine.add(left.pop(0))
         for delta in engine.step():
             assert not delta.failure, delta
-            append(told[delta.request_id], delta)
-    return results(told)
+            append(outputs[delta.request_id], delta)
+    return results(outputs)
 
 
 def append(sequences: dict[int, list[Any]], delta: TokenDelta) -> None:
-    """Add a delta to what a request was told, by sequence."""
-    own = sequences.setdefault(delta.sequence, [[], [], [], bytearray()])
-    own[0] += delta.token_ids
-    own[1] += delta.logprobs or ([] if delta.cumulative_logprob is None else [delta.cumulative_logprob])
-    own[2] += delta.prompt_logprobs or []
-    own[3] += (delta.context_logits or b"") + (delta.generation_logits or b"")
+    """Add a delta to the outputs of its request, by sequence index."""
+    output = sequences.setdefault(delta.sequence, [[], [], [], bytearray()])
+    output[0] += delta.token_ids
+    output[1] += delta.logprobs or ([] if delta.cumulative_logprob is None else [delta.cumulative_logprob])
+    output[2] += delta.prompt_logprobs or []
+    output[3] += (delta.context_logits or b"") + (delta.generation_logits or b"")
 
 
-def results(told: dict[str, dict[int, list[Any]]]) -> dict[str, Result]:
+def results(outputs: dict[str, dict[int, list[Any]]]) -> dict[str, Result]:
     return {
         name: {index: (tokens, msgspec.msgpack.encode(rest)) for index, (tokens, *rest) in sequences.items()}
-        for name, sequences in told.items()
+        for name, sequences in outputs.items()
     }
 
 
 def run(engine: Engine, requests: list[EngineRequest], rng: Random | None = None) -> dict[str, Result]:
-    """As ``answers``; every block is back in the end."""
+    """Like ``answers``; also check that every block was freed."""
     found = answers(engine, requests, rng)
     assert engine.scheduler.device_pool.num_free == engine.scheduler.device_pool.total
     assert not (engine.kv_offloading and engine.kv_offloading.has_stores)
@@ -206,10 +206,10 @@ def run(engine: Engine, requests: list[EngineRequest], rng: Random | None = None
 def draw_engine(
     rng: Random, checkpoint: Path, kind: str, requests: int, processes: bool, grid: tuple[int, int]
 ) -> Engine:
-    """Most have no more blocks than a sequence of the greatest length takes; many requests get longer steps, so that
-    the test ends."""
+    """Draw an engine. Most have just the blocks of one sequence of maximum length. Steps are longer with more requests,
+    to bound the test's duration."""
     block_size = rng.choice((BLOCK, BLOCK, 2 * BLOCK, 3 * BLOCK))
-    fewest = max(-(-LONGEST // block_size), 9)  # three for each beam
+    fewest = max(-(-LONGEST // block_size), 9)  # three blocks for each beam
     tensor_parallel_size, pipeline_parallel_size = grid
     drafted = NGRAM if pipeline_parallel_size > 1 else json.dumps(GUESSING | {"model": str(checkpoint)})
     return start(
@@ -232,13 +232,13 @@ def draw_engine(
         scheduling_policy=rng.choice(("fcfs", "priority")),
         speculative_config=rng.choice(("", "", "", NGRAM, drafted)),
         kv_offloading_size=rng.choice((0.0, 0.0005, 0.01)),
-        kv_offloading_disk_path=rng.choice(("", str(checkpoint / "kv"))),  # which engines of all kinds share
+        kv_offloading_disk_path=rng.choice(("", str(checkpoint / "kv"))),  # shared by engines of all kinds
         kv_offloading_disk_size=0.02,
     )
 
 
 class Counts(NamedTuple):
-    """Of the schedules that were drawn."""
+    """Statistics of the schedules that were run."""
 
     schedules: int
     over_ranks: int
@@ -249,17 +249,17 @@ class Counts(NamedTuple):
     """Sequences that were preempted at least once."""
     preemptions: int
     wrong: int
-    """Requests that came out otherwise than alone."""
+    """Requests whose results differ from those computed alone."""
 
     def __str__(self) -> str:
         return ", ".join(f"{count} {name}" for name, count in self._asdict().items())
 
 
 @functools.cache
-def differing(checkpoint: Path, kind: str, schedules: int, ranks_first: bool = True) -> Counts:
+def count_differences(checkpoint: Path, kind: str, schedules: int, ranks_first: bool = True) -> Counts:
     rng = Random(f"exactness:{kind}{SEED}")
     requests = [draw_request(rng, number) for number in range(LARGEST)]
-    lone = start(checkpoint, kind, enable_prefix_caching=False, threads=1)
+    single_engine = start(checkpoint, kind, enable_prefix_caching=False, threads=1)
     alone: dict[str, Result] = {}
     processes_share = 0.0 if OPS == "cuda" else PROCESSES
     wrong = total = preempted = preemptions = sequences = over_ranks = left = 0
@@ -267,10 +267,10 @@ def differing(checkpoint: Path, kind: str, schedules: int, ranks_first: bool = T
         chosen = rng.sample(requests, rng.choice((2, 4, 8, 16, rng.randint(2, LARGEST))))
         for request in chosen:
             if request.request_id not in alone:
-                alone |= run(lone, [request])
+                alone |= run(single_engine, [request])
         if not left:
             processes = (ranks_first and not number and OPS != "cuda") or rng.random() < processes_share
-            left = min(MANY if processes else 1, schedules - number)
+            left = min(SCHEDULES_PER_START if processes else 1, schedules - number)
             grid = rng.choice(GRIDS) if number else GRIDS[KINDS.index(kind)]
             grid = grid if processes else (1, 1)
             engine = draw_engine(rng, checkpoint, kind, len(chosen), processes, grid)
@@ -288,36 +288,38 @@ def differing(checkpoint: Path, kind: str, schedules: int, ranks_first: bool = T
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_request_depends_on_its_company(checkpoint: Path, kind: str) -> None:
-    counts = differing(checkpoint, kind, OF_EACH)
+def test_results_do_not_depend_on_batch(checkpoint: Path, kind: str) -> None:
+    counts = count_differences(checkpoint, kind, SCHEDULES_PER_KIND)
     print(f"\n{kind}: {counts}")
     assert counts.wrong == 0, f"{counts.wrong} of {counts.requests} requests"
 
 
-def test_enough_is_preempted(checkpoint: Path) -> None:
-    """At least a fifth of the sequences, each counted once."""
-    total = Counts(*map(sum, zip(*(differing(checkpoint, kind, OF_EACH) for kind in KINDS), strict=True)))
+def test_fifth_of_sequences_is_preempted(checkpoint: Path) -> None:
+    """A sequence preempted several times counts once."""
+    total = Counts(
+        *map(sum, zip(*(count_differences(checkpoint, kind, SCHEDULES_PER_KIND) for kind in KINDS), strict=True))
+    )
     print(f"\nportion {SEED or 'of make test'}: {total}")
     assert total.preempted >= 0.2 * total.sequences, total
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])
-def test_a_reordered_sum_is_noticed(checkpoint: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linear layers that sum in two parts whenever there is more than one row, as a batched library might."""
+def test_reordered_sum_changes_results(checkpoint: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linear layers sum in two parts if there is more than one row, as a batched library might."""
     if cpu is None:
-        pytest.skip("the CPU kernels are what is replaced")
-    whole = cpu.linear
+        pytest.skip("replaces a CPU kernel")
+    linear = cpu.linear
 
-    def parted(x: torch.Tensor, matrix: Any, out_float32: bool = False, out: None = None) -> torch.Tensor:
+    def split_linear(x: torch.Tensor, matrix: Any, out_float32: bool = False, out: None = None) -> torch.Tensor:
         if len(x) == 1:
-            return whole(x, matrix, out_float32)
-        end = x.shape[1] // 3  # within what any kernel adds at once
+            return linear(x, matrix, out_float32)
+        end = x.shape[1] // 3  # within a range that any kernel sums at once
         first, second = x.clone(), x.clone()
         first[:, end:], second[:, :end] = 0, 0
-        total = whole(first, matrix, True) + whole(second, matrix, True)
+        total = linear(first, matrix, True) + linear(second, matrix, True)
         return total if out_float32 else total.to(x.dtype)
 
-    monkeypatch.setitem(globals(), "PROCESSES", 0)  # which would have the whole one
-    monkeypatch.setattr(cpu, "linear", parted)
-    monkeypatch.setattr(cpu, "capture", reference.capture)  # a graph would not contain the call that is replaced
-    assert differing.__wrapped__(checkpoint, kind, 3, ranks_first=False).wrong > 0
+    monkeypatch.setitem(globals(), "PROCESSES", 0)  # worker processes would have the original
+    monkeypatch.setattr(cpu, "linear", split_linear)
+    monkeypatch.setattr(cpu, "capture", reference.capture)  # a captured graph would not call the replacement
+    assert count_differences.__wrapped__(checkpoint, kind, 3, ranks_first=False).wrong > 0

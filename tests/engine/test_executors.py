@@ -1,4 +1,4 @@
-"""Worker processes: what they compute is what the engine's own process computes, and none is waited for for ever."""
+"""Worker processes: killed, hanging and failing workers end requests and engine cleanly; the ring between processes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def request(name: str, **params: Any) -> EngineRequest:
 
 
 def worker_of(parent: int) -> int:
-    """The process id of the worker of a process that has one."""
+    """Process id of the only worker of a process."""
     return worker_pids(parent)["penstock-rank0"]
 
 
@@ -79,7 +79,7 @@ def run(engine: Engine) -> list[TokenDelta]:
 
 
 def test_statistics_do_not_wait_for_steps_in_flight(checkpoint: Path) -> None:
-    """Which would leave the workers without any until then."""
+    """Waiting for them would leave the workers idle."""
     with closing(start(checkpoint, max_concurrent_batches=2, engine_iteration_timeout=5.0)) as engine:
         engine.add(request("a"))
         engine.step()
@@ -90,16 +90,16 @@ def test_statistics_do_not_wait_for_steps_in_flight(checkpoint: Path) -> None:
         assert len(run(engine)) == 199
 
 
-def lost(engine: Engine, stop: Callable[[], None]) -> str:
-    """What the engine says of its failure when ``stop`` ends its worker under load; everything else is checked."""
+def lose_worker(engine: Engine, stop: Callable[[], None]) -> str:
+    """End a worker under load with ``stop``, check that every sequence fails, and return the engine's message."""
     for number in range(4):
         engine.add(request(str(number), n=2))
     for _ in range(5):
         engine.step()
     stop()
-    told = run(engine)
-    last = {(delta.request_id, delta.sequence): delta for delta in told if delta.finished}
-    assert len(last) == 8, "each sequence ends once"
+    deltas = run(engine)
+    last = {(delta.request_id, delta.sequence): delta for delta in deltas if delta.finished}
+    assert len(last) == 8, "each sequence must end once"
     for delta in last.values():
         assert delta.finished is FinishReason.ERROR and delta.failure and delta.failure.code is Code.UNAVAILABLE
     assert engine.scheduler.device_pool.num_free == engine.scheduler.device_pool.total
@@ -110,35 +110,35 @@ def lost(engine: Engine, stop: Callable[[], None]) -> str:
 
 
 @DEPTHS
-def test_a_worker_that_is_killed_ends_the_engine_with_its_name(checkpoint: Path, depth: int) -> None:
+def test_killed_worker_ends_engine_with_message_naming_worker(checkpoint: Path, depth: int) -> None:
     with closing(start(checkpoint, max_concurrent_batches=depth)) as engine:
         worker = worker_of(os.getpid())
-        message = lost(engine, lambda: os.kill(worker, signal.SIGKILL))
+        message = lose_worker(engine, lambda: os.kill(worker, signal.SIGKILL))
     assert f"the worker of rank 0 (process {worker}) ended: killed by SIGKILL" in message
 
 
 @DEPTHS
-def test_a_worker_that_hangs_is_killed(checkpoint: Path, depth: int) -> None:
+def test_hanging_worker_is_killed(checkpoint: Path, depth: int) -> None:
     with closing(start(checkpoint, max_concurrent_batches=depth, engine_iteration_timeout=1.0)) as engine:
         worker = worker_of(os.getpid())
-        message = lost(engine, lambda: os.kill(worker, signal.SIGSTOP))
+        message = lose_worker(engine, lambda: os.kill(worker, signal.SIGSTOP))
         assert not Path(f"/proc/{worker}").exists()
     assert f"the worker of rank 0 (process {worker}) has not answered in time" in message
 
 
-def test_an_answer_too_large_to_send_is_an_error_of_its_step(checkpoint: Path, tmp_path: Path) -> None:
-    """Hidden states of 4 GiB; memory of that size that nobody writes takes none."""
+def test_result_too_large_to_send_fails_its_step(checkpoint: Path, tmp_path: Path) -> None:
+    """Hidden states of 4 GiB; pages that are never written take no memory."""
     flag = tmp_path / "large"
     (tmp_path / "sitecustomize.py").write_text(
         textwrap.dedent(f"""
         import pathlib
         import numpy, torch
-        whole = torch.Tensor.numpy
+        original = torch.Tensor.numpy
         flag = pathlib.Path({str(flag)!r})
         def to_numpy(self, **options):
             if self.ndim == 2 and self.dtype is torch.float32 and flag.exists():
                 return numpy.zeros((2**24, 64), numpy.float32)
-            return whole(self, **options)
+            return original(self, **options)
         torch.Tensor.numpy = to_numpy
         """)
     )
@@ -157,8 +157,8 @@ def test_an_answer_too_large_to_send_is_an_error_of_its_step(checkpoint: Path, t
         assert [delta.embedding is not None for delta in run(engine)] == [True]
 
 
-def test_logits_of_a_prompt_too_large_to_send_are_refused(tmp_path: Path) -> None:
-    """Of 8,192 tokens and 131,072 logits each, of four bytes."""
+def test_prompt_logits_too_large_to_send_are_refused(tmp_path: Path) -> None:
+    """8,192 tokens with 131,072 logits of four bytes each."""
     config = Qwen3Config(
         **SMALL | {"vocab_size": 2**17, "max_position_embeddings": 8300, "num_hidden_layers": 1}, head_dim=32
     )
@@ -175,8 +175,8 @@ def test_logits_of_a_prompt_too_large_to_send_are_refused(tmp_path: Path) -> Non
     assert refused.value.failure.code is Code.INVALID and refused.value.failure.field == "return_context_logits"
 
 
-def test_a_worker_ends_with_its_engine(checkpoint: Path) -> None:
-    """kill -9 of the engine's process, in the middle of a step."""
+def test_worker_ends_when_engine_is_killed(checkpoint: Path) -> None:
+    """SIGKILL of the engine's process in the middle of a step."""
     code = textwrap.dedent("""
         import sys, msgspec
         from penstock.config.options import EngineOptions
@@ -189,21 +189,21 @@ def test_a_worker_ends_with_its_engine(checkpoint: Path) -> None:
             while engine.busy:
                 engine.step()
         """)
-    arguments = [msgspec.json.encode(one) for one in (options(checkpoint), request("again"))]
+    arguments = [msgspec.json.encode(options(checkpoint)), msgspec.json.encode(request("again"))]
     with subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout and process.stdout.readline() == "ready\n"
         worker = os.pidfd_open(worker_of(process.pid))
         process.kill()
         ended, _, _ = select.select([worker], [], [], 30)
         os.close(worker)
-    assert ended, "the worker is still there"
+    assert ended, "the worker is still running"
 
 
-def test_a_step_that_was_interrupted_leaves_nothing_behind(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while a step is waited for: the next request does not get that step's tokens."""
-    asked = request("asked", temperature=0, max_tokens=20)
+def test_interrupted_step_leaves_no_tokens_for_next_request(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the engine waits for a step."""
+    repeated = request("again", temperature=0, max_tokens=20)
     with closing(start(checkpoint)) as engine:
-        engine.add(asked)
+        engine.add(repeated)
         alone = [token for delta in run(engine) for token in delta.token_ids]
         engine.add(request("interrupted"))
         engine.step()
@@ -217,20 +217,20 @@ def test_a_step_that_was_interrupted_leaves_nothing_behind(checkpoint: Path, mon
         with pytest.raises(KeyboardInterrupt):
             engine.step()
         assert not engine.busy and engine.scheduler.device_pool.num_free == engine.scheduler.device_pool.total
-        engine.add(asked)
+        engine.add(repeated)
         assert [token for delta in run(engine) for token in delta.token_ids] == alone
 
 
-def test_a_start_that_fails_leaves_no_worker(checkpoint: Path) -> None:
-    """Refused after the weights are loaded."""
+def test_failed_start_leaves_no_worker(checkpoint: Path) -> None:
+    """The error is found after the weights are loaded."""
     with pytest.raises(PenstockError, match="kv_cache_sequences"):
         start(checkpoint, num_gpu_blocks_override=0, kv_cache_sequences=1e9)
     gc.collect()
     assert not worker_pids(os.getpid())
 
 
-def test_workers_outlive_the_process_that_has_forked_them(checkpoint: Path) -> None:
-    """Another one forks the next ones."""
+def test_workers_outlive_fork_server(checkpoint: Path) -> None:
+    """A new fork server is started for the next workers."""
     with closing(start(checkpoint)) as engine:
         worker = worker_of(os.getpid())
         parent = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
@@ -248,15 +248,15 @@ def test_workers_outlive_the_process_that_has_forked_them(checkpoint: Path) -> N
         assert last.failure and "ended: exit status unknown" in last.failure.message
 
 
-def test_a_start_that_is_interrupted_leaves_no_worker(checkpoint: Path) -> None:
-    """By Ctrl-C, while the process that forks workers is being started."""
+def test_interrupted_start_leaves_no_worker(checkpoint: Path) -> None:
+    """Ctrl-C while the fork server is being started."""
     code = textwrap.dedent("""
         import os, signal, subprocess, sys, threading
         import msgspec
         from penstock.config.options import EngineOptions
         from penstock.engine.engine import Engine
         sys.path.insert(0, sys.argv[2])
-        from serving import descendants, workers_of
+        from serving import descendants, worker_pids
         options = msgspec.json.decode(sys.argv[1], type=EngineOptions)
         def interrupt():
             while not descendants(os.getpid()):
@@ -266,21 +266,21 @@ def test_a_start_that_is_interrupted_leaves_no_worker(checkpoint: Path) -> None:
         try:
             Engine(options)
         except KeyboardInterrupt:
-            print(len(workers_of(os.getpid())))
+            print(len(worker_pids(os.getpid())))
         engine = Engine(options)
-        print(len(workers_of(os.getpid())))
+        print(len(worker_pids(os.getpid())))
         """)
     arguments = [msgspec.json.encode(options(checkpoint)), str(SUPPORT)]
     ran = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
     assert ran.stdout.split() == ["0", "1"], ran.stderr
 
 
-def test_a_worker_that_dies_while_it_reads_an_adapter_ends_the_start(checkpoint: Path, tmp_path: Path) -> None:
+def test_worker_killed_while_loading_adapter_fails_start(checkpoint: Path, tmp_path: Path) -> None:
     config = tmp_path / "adapter_config.json"
     os.mkfifo(config)
 
     def kill() -> None:
-        with config.open("w"):  # once the worker reads it
+        with config.open("w"):  # opens when the worker reads it
             os.kill(worker_of(os.getpid()), signal.SIGKILL)
 
     killing = threading.Thread(target=kill)
@@ -290,18 +290,18 @@ def test_a_worker_that_dies_while_it_reads_an_adapter_ends_the_start(checkpoint:
     killing.join()
 
 
-def test_what_does_not_allow_a_start_is_said_as_in_one_process(checkpoint: Path, tmp_path: Path) -> None:
+def test_start_error_is_the_same_with_worker_processes(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
-    said = []
+    messages = []
     for backend in ("uni", "mp"):
         with pytest.raises(PenstockError) as refused:
             start(tmp_path, distributed_executor_backend=backend)
-        said.append(str(refused.value))
-    assert said[0] == said[1] and "safetensors" in said[0]
+        messages.append(str(refused.value))
+    assert messages[0] == messages[1] and "safetensors" in messages[0]
 
 
-def test_a_server_whose_worker_is_killed_serves_again() -> None:
-    """The log names the worker, streams end with an error, and the next request is answered by another engine."""
+def test_server_recovers_from_killed_worker() -> None:
+    """The log names the worker, streams end with an error, and a new engine answers the next request."""
     flags = ("--num-gpu-blocks-override", "64", "--distributed-executor-backend", "mp")
     long = {"prompt": "The story of a fox:", "max_tokens": 1500, "ignore_eos": True, "stream": True}
     with Served(*flags) as served:
@@ -311,8 +311,8 @@ def test_a_server_whose_worker_is_killed_serves_again() -> None:
             lines = stream.iter_lines()
             assert next(lines).startswith("data: ")
             os.kill(worker, signal.SIGKILL)
-            told = [line for line in lines if line.startswith("data: ")]
-        assert "error" in json.loads(told[-2 if told[-1] == "data: [DONE]" else -1].removeprefix("data: "))
+            data = [line for line in lines if line.startswith("data: ")]
+        assert "error" in json.loads(data[-2 if data[-1] == "data: [DONE]" else -1].removeprefix("data: "))
         served.find(rf"the engine has failed: the worker of rank 0 \(process {worker}\) ended: killed by SIGKILL")
         served.find(rf"the engine \(process {engine}\) ended: exit status 1")
         deadline = time.monotonic() + 60
@@ -324,7 +324,7 @@ def test_a_server_whose_worker_is_killed_serves_again() -> None:
 
 @pytest.fixture
 def ring() -> Iterator[tuple[Writer, Reader, int]]:
-    """Both ends of a small ring, and the write end of a pipe whose closing is the end of the other process."""
+    """Both ends of a small ring, and the write end of a pipe: closing it stands for the end of the other process."""
     descriptors = Descriptors.create(64)
     peer, alive = os.pipe()
     writer, reader = Writer(descriptors, Poller(peer)), Reader(descriptors, Poller(peer))
@@ -335,7 +335,7 @@ def ring() -> Iterator[tuple[Writer, Reader, int]]:
     os.close(peer)
 
 
-def test_a_ring_carries_messages_in_their_order(ring: tuple[Writer, Reader, int]) -> None:
+def test_ring_keeps_order_of_messages(ring: tuple[Writer, Reader, int]) -> None:
     writer, reader, alive = ring
     messages = [bytes([number % 256]) * (number % 40) for number in range(500)]
     for message in messages:
@@ -346,11 +346,11 @@ def test_a_ring_carries_messages_in_their_order(ring: tuple[Writer, Reader, int]
     os.close(alive)
 
 
-def test_what_is_longer_than_the_ring_passes_through(ring: tuple[Writer, Reader, int]) -> None:
+def test_message_longer_than_ring_is_received(ring: tuple[Writer, Reader, int]) -> None:
     writer, reader, alive = ring
     message = os.urandom(10_000)
     child = os.fork()
-    if not child:  # the other process reads
+    if not child:  # the child reads
         status = 1
         try:
             status = int(reader.receive(time.monotonic() + 30) != message)
@@ -361,7 +361,7 @@ def test_what_is_longer_than_the_ring_passes_through(ring: tuple[Writer, Reader,
     os.close(alive)
 
 
-def test_no_end_of_a_ring_waits_for_ever(ring: tuple[Writer, Reader, int]) -> None:
+def test_ring_operations_end_by_timeout_or_lost_peer(ring: tuple[Writer, Reader, int]) -> None:
     writer, reader, alive = ring
     with pytest.raises(TimeoutError):
         reader.receive(time.monotonic() + 0.01)
@@ -372,7 +372,7 @@ def test_no_end_of_a_ring_waits_for_ever(ring: tuple[Writer, Reader, int]) -> No
         writer.send(bytes(100), time.monotonic() + 30)
 
 
-def test_a_draft_model_drafts_in_the_worker(checkpoint: Path) -> None:
+def test_draft_model_runs_in_worker(checkpoint: Path) -> None:
     config = json.dumps({"model": str(checkpoint), "adaptive": False})
     with closing(start(checkpoint, speculative_config=config)) as engine:
         engine.add(request("drafted", temperature=0, max_tokens=40))

@@ -1,4 +1,4 @@
-"""Load of experts, and where they are: counts against transformers, plans, and the same bits wherever experts are."""
+"""Expert parallelism: expert load compared with transformers, placements, and the same bits with any placement."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrain
     return folder, save(Qwen3MoeConfig(**SMALL, **sizes, mlp_only_layers=[1], sliding_window=None), folder)
 
 
-def told(llm: LLM) -> list[Any]:
+def generate(llm: LLM) -> list[Any]:
     outputs = [output.outputs[0] for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
     return [
         (made.token_ids, [{token: found.logprob for token, found in row.items()} for row in made.logprobs or []])
@@ -46,47 +46,49 @@ def told(llm: LLM) -> list[Any]:
     ]
 
 
-def counted(model: PreTrainedModel, sequences: list[list[int]]) -> dict[int, list[int]]:
-    """What the library's routers choose, of all tokens of the sequences."""
+def count_routed_tokens(model: PreTrainedModel, sequences: list[list[int]]) -> dict[int, list[int]]:
+    """Number of tokens that the routers of transformers send to each expert, by layer."""
     counts = {layer: torch.zeros(EXPERTS, dtype=torch.int64) for layer in SPARSE_LAYERS}
 
-    def count(own: Tensor, _: object, __: object, out: tuple[Tensor, ...]) -> None:
-        own += out[2].flatten().bincount(minlength=EXPERTS)
+    def count(total: Tensor, _: object, __: object, out: tuple[Tensor, ...]) -> None:
+        total += out[2].flatten().bincount(minlength=EXPERTS)
 
     hooks = [
-        model.model.layers[layer].mlp.gate.register_forward_hook(partial(count, own)) for layer, own in counts.items()
+        model.model.layers[layer].mlp.gate.register_forward_hook(partial(count, total))
+        for layer, total in counts.items()
     ]
     with torch.inference_mode():
         for tokens in sequences:
             model(torch.tensor([tokens]))
     for hook in hooks:
         hook.remove()
-    return {layer: own.tolist() for layer, own in counts.items()}
+    return {layer: total.tolist() for layer, total in counts.items()}
 
 
 @pytest.mark.parametrize("ops", ["cpu", "reference"])
-def test_tokens_of_each_expert(ops: str, checkpoint: tuple[Path, PreTrainedModel]) -> None:
-    """In chunks, as the library's routers choose; in the last layer, of the tokens alone that something is sampled
-    after."""
+def test_expert_load_equals_routing_of_transformers(ops: str, checkpoint: tuple[Path, PreTrainedModel]) -> None:
+    """With chunked prefill. In the last layer, only the tokens whose logits are needed count."""
     folder, model = checkpoint
     llm = LLM(folder, dtype="float32", expert_load=True, **OPTIONS | {"ops": ops})
     assert llm.engine.expert_load == {layer: [0] * EXPERTS for layer in SPARSE_LAYERS}
-    outputs = told(llm)
+    outputs = generate(llm)
     computed = [prompt + made[0][:-1] for prompt, made in zip(PROMPTS, outputs, strict=True)]
     found = llm.engine.expert_load
-    assert found[0] == counted(model, computed)[0]
+    assert found[0] == count_routed_tokens(model, computed)[0]
     assert sum(found[0]) == TOP_K * sum(map(len, computed))
     sampled = sum(len(made[0]) for made in outputs)
     assert sampled <= sum(found[2]) / TOP_K < sum(map(len, computed))
     assert not LLM(folder, dtype="float32", **OPTIONS).engine.expert_load
 
 
-def test_ranks_stages_and_placements(checkpoint: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
-    """The same bits, wherever experts are and however many replicas they have, and the same counts."""
+def test_expert_placement_changes_neither_bits_nor_load(
+    checkpoint: tuple[Path, PreTrainedModel], tmp_path: Path
+) -> None:
+    """With a planned placement, redundant experts and pipeline stages."""
     folder, _ = checkpoint
     options = OPTIONS | {"dtype": "bfloat16", "quantization": "w4a8", "expert_load": True}
     llm = LLM(folder, **options)
-    expected, load = told(llm), llm.engine.expert_load
+    expected, load = generate(llm), llm.engine.expert_load
     report, placement = tmp_path / "load.json", tmp_path / "placement.json"
     report.write_text(json.dumps({"num_experts": EXPERTS, "layers": load}))
     redundant = ["--num-redundant-experts", "3"]
@@ -99,20 +101,20 @@ def test_ranks_stages_and_placements(checkpoint: tuple[Path, PreTrainedModel], t
         {"num_redundant_experts": 5, "pipeline_parallel_size": 2},
     ):
         llm = LLM(folder, **options, **ranks, **more)
-        assert told(llm) == expected
+        assert generate(llm) == expected
         assert llm.engine.expert_load == load
 
 
-def check(placement: Ranks, num_experts: int, ranks: int, redundant: int) -> None:
+def check_placement(placement: Ranks, num_experts: int, ranks: int, redundant: int) -> None:
     assert len(placement) == ranks
-    assert {expert for own in placement for expert in own} == set(range(num_experts))
-    assert all(len(set(own)) == len(own) for own in placement)
-    sizes = [len(own) for own in placement]
+    assert {expert for experts in placement for expert in experts} == set(range(num_experts))
+    assert all(len(set(experts)) == len(experts) for experts in placement)
+    sizes = [len(experts) for experts in placement]
     assert sum(sizes) == num_experts + redundant
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_plans() -> None:
+def test_placements_are_valid_and_balanced() -> None:
     rng = Random(0)
     for _ in range(300):
         ranks = rng.randrange(1, 9)
@@ -120,8 +122,8 @@ def test_plans() -> None:
         redundant = rng.randrange(num_experts * (ranks - 1) + 1) if rng.random() < 0.5 else min(ranks - 1, 4)
         load = [int(rng.paretovariate(1.2) * 10) if rng.random() < 0.9 else 0 for _ in range(num_experts)]
         placement = place(load, ranks, redundant)
-        check(placement, num_experts, ranks, redundant)
-        check(even_placement(num_experts, ranks, redundant), num_experts, ranks, redundant)
+        check_placement(placement, num_experts, ranks, redundant)
+        check_placement(even_placement(num_experts, ranks, redundant), num_experts, ranks, redundant)
         loads = rank_loads(load, placement)
         assert sum(loads) == pytest.approx(sum(load))
     assert place([1, 1, 1, 1], 2) in ([[0, 2], [1, 3]], [[0, 3], [1, 2]])
@@ -131,7 +133,7 @@ def test_plans() -> None:
     assert balancedness(after) > max(balancedness(before), 0.9)
 
 
-def test_the_table_and_its_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_experts_prints_table_and_bars(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report, placement = tmp_path / "load.json", tmp_path / "placement.json"
     report.write_text(json.dumps({"num_experts": 4, "layers": {"3": [900, 100, 50, 50], "4": [100] * 4}}))
     flags = ["--expert-parallel-size", "2", "--num-redundant-experts", "2", "--output", str(placement)]
@@ -145,7 +147,7 @@ def test_the_table_and_its_picture(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "550" in bars[0] or "525" in bars[0] or "575" in bars[0]
     written = json.loads(placement.read_text())
     assert written["num_experts"] == 4
-    check(written["layers"]["3"], 4, 2, 2)
+    check_placement(written["layers"]["3"], 4, 2, 2)
     assert not main(["plan", "experts", str(report), *flags, "--json"])
     row, even = json.loads(capsys.readouterr().out)
     assert row["balance_before"] == pytest.approx(550 / 1000)
@@ -154,7 +156,7 @@ def test_the_table_and_its_picture(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("layers", "words"),
+    ("layers", "message"),
     [
         ({0: [[0, 1, 2, 3, 4, 5, 6]]}, "is for 1 ranks, not 2"),
         ({0: [[0, 1, 2, 3], [4, 5, 6]]}, "must place each of the experts 0 to 7"),
@@ -162,16 +164,16 @@ def test_the_table_and_its_picture(tmp_path: Path, capsys: pytest.CaptureFixture
         ({0: [[0, 1, 2, 3, 9], [4, 5, 6, 7]]}, "and no others"),
     ],
 )
-def test_placements_that_do_not_fit(
-    layers: dict[int, Ranks], words: str, checkpoint: tuple[Path, PreTrainedModel], tmp_path: Path
+def test_invalid_placement_is_refused(
+    layers: dict[int, Ranks], message: str, checkpoint: tuple[Path, PreTrainedModel], tmp_path: Path
 ) -> None:
     path = tmp_path / "placement.json"
     path.write_text(json.dumps({"num_experts": EXPERTS, "layers": layers}))
-    with pytest.raises(PenstockError, match=words):
+    with pytest.raises(PenstockError, match=message):
         LLM(checkpoint[0], tensor_parallel_size=2, enable_expert_parallel=True, expert_placement=str(path))
 
 
-def test_what_is_refused(
+def test_invalid_expert_options_are_refused(
     checkpoint: tuple[Path, PreTrainedModel], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, ranks = checkpoint[0], {"tensor_parallel_size": 2, "enable_expert_parallel": True}
@@ -195,12 +197,12 @@ def test_what_is_refused(
     assert "has no layers, or a layer whose number of experts is not" in capsys.readouterr().err
 
 
-def test_replicas_take_memory(
+def test_plan_memory_includes_expert_replicas(
     checkpoint: tuple[Path, PreTrainedModel], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     folder, model = checkpoint
-    own = model.model.layers[0].mlp.experts
-    expert = sum(weight.numel() for weight in own.parameters()) // EXPERTS
+    experts = model.model.layers[0].mlp.experts
+    expert = sum(weight.numel() for weight in experts.parameters()) // EXPERTS
 
     def planned(*flags: str) -> int:
         ranks = ["--tensor-parallel-size", "2", "--enable-expert-parallel", "--dtype", "float32"]
@@ -220,11 +222,11 @@ def served(checkpoint: tuple[Path, PreTrainedModel]) -> Iterator[Served]:
         yield served
 
 
-def test_the_server_tells(served: Served) -> None:
-    asked = {"prompt": PROMPTS[2], "max_tokens": 4, "ignore_eos": True}
-    httpx.post(f"{served.url}/completions", json=asked, timeout=60).raise_for_status()
+def test_server_reports_expert_load(served: Served) -> None:
+    body = {"prompt": PROMPTS[2], "max_tokens": 4, "ignore_eos": True}
+    httpx.post(f"{served.url}/completions", json=body, timeout=60).raise_for_status()
     report: dict[str, Any] = {"layers": {}}
-    while sum(report["layers"].get("0", ())) < TOP_K * 43:  # engines tell once a second
+    while sum(report["layers"].get("0", ())) < TOP_K * 43:  # engines report once a second
         report = httpx.get(f"{served.root}/expert_load").raise_for_status().json()
     assert sum(report["layers"]["0"]) == TOP_K * 43
     assert report["num_experts"] == EXPERTS

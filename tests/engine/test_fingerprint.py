@@ -1,4 +1,4 @@
-"""The fingerprint of an engine names all that decides the bits of its results, besides the weights."""
+"""Engine fingerprint: it differs exactly if results of the same weights differ in their bits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OTHER: list[dict[str, Any]] = [
     {"ops": "reference"},
     *({"quantization": name} for name in ("w8a8", "w4a8", "wint8", "wint4")),
 ]
-"""Options that do."""
+"""Options that change the bits."""
 
 
 @pytest.fixture(scope="module")
@@ -58,15 +58,15 @@ def instruction_set() -> Iterator[None]:
     kernels.use(before)
 
 
-def test_other_bits_have_another_fingerprint(checkpoint: Path) -> None:
+def test_fingerprint_changes_only_if_bits_change(checkpoint: Path) -> None:
     usual = {fingerprint_and_results(checkpoint, **options) for options in SAME}
     assert len(usual) == 1
     others = [fingerprint_and_results(checkpoint, **options) for options in OTHER]
-    assert len({bits for _, bits in [*usual, *others]}) == len(OTHER) + 1, "the options were chosen for that"
+    assert len({bits for _, bits in [*usual, *others]}) == len(OTHER) + 1, "each of these options must change the bits"
     assert len({fingerprint for fingerprint, _ in [*usual, *others]}) == len(OTHER) + 1
 
 
-def test_instruction_sets(checkpoint: Path, instruction_set: None) -> None:
+def test_fingerprint_depends_on_instruction_set(checkpoint: Path, instruction_set: None) -> None:
     found = []
     for name in kernels.available():
         kernels.use(name)
@@ -75,8 +75,8 @@ def test_instruction_sets(checkpoint: Path, instruction_set: None) -> None:
     assert len(found) == 1 or len({bits for _, bits in found}) > 1
 
 
-def test_the_instruction_set_of_pytorch(checkpoint: Path) -> None:
-    """PyTorch computes the sampler, and has kernels for several instruction sets, too."""
+def test_fingerprint_changes_with_bits_of_pytorch_instruction_set(checkpoint: Path) -> None:
+    """PyTorch computes the sampler, and has kernels for several instruction sets."""
     found = []
     for capability in ("default", "avx2"):
         environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
@@ -87,7 +87,7 @@ def test_the_instruction_set_of_pytorch(checkpoint: Path) -> None:
     assert (first == second) == (first_bits == second_bits)
 
 
-def test_rope_that_is_fixed_to_a_length(tmp_path: Path) -> None:
+def test_fingerprint_depends_on_length_of_dynamic_rope(tmp_path: Path) -> None:
     dynamic = {"rope_theta": 10_000.0, "rope_type": "dynamic", "factor": 4.0}
     save(LlamaConfig(**SMALL | {"max_position_embeddings": 160}, rope_parameters=dynamic), tmp_path)
     found = [fingerprint_and_results(tmp_path, max_model_len=length) for length in (170, 300, 600)]
@@ -96,11 +96,11 @@ def test_rope_that_is_fixed_to_a_length(tmp_path: Path) -> None:
     short = {"max_position_embeddings": 640, "rope_parameters": dynamic | {"factor": 1.0}}
     (tmp_path / "config.json").write_text(json.dumps(config | short))
     within = {fingerprint_and_results(tmp_path, max_model_len=length) for length in (170, 300)}
-    assert len(within) == 1, "within the trained length nothing depends on it"
+    assert len(within) == 1, "within the trained length, max_model_len changes no bits"
 
 
-def test_other_weights_have_another_version(checkpoint: Path, tmp_path: Path) -> None:
-    """By which the prefix cache keeps apart what was computed with them."""
+def test_weights_version_depends_on_contents_only(checkpoint: Path, tmp_path: Path) -> None:
+    """The prefix cache separates blocks of different weights by it."""
 
     def version(folder: Path = checkpoint, **options: Any) -> str:
         return LLM(folder, **OPTIONS | options).engine.info.weights_version
@@ -112,7 +112,7 @@ def test_other_weights_have_another_version(checkpoint: Path, tmp_path: Path) ->
     copied = tmp_path / "copied"
     shutil.copytree(checkpoint, copied)
     first = version(copied)
-    assert first == before, "wherever it lies"
+    assert first == before, "the version depends on the path"
     dummy = version(copied, load_format="dummy", seed=1)
     assert dummy in dummies
     weights = copied / "model.safetensors"

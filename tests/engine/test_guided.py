@@ -1,4 +1,4 @@
-"""Guided decoding: what comes out has the form that was asked for, or the request is refused by name."""
+"""Guided decoding: outputs satisfy their regex, choice, grammar, schema or tag, or the request is refused."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ PERSON = {
         }
     },
 }
-"""Ends within 300 tokens, whatever a model writes."""
-ASKED = [{"role": "user", "content": "Tell me about Anna, who lives in Paris."}]
+"""Schema whose documents end within 300 tokens, whatever the model writes."""
+MESSAGES = [{"role": "user", "content": "Tell me about Anna, who lives in Paris."}]
 TAGGED = {
     "structures": [
         {
@@ -64,15 +64,15 @@ def llm() -> LLM:
     return LLM(num_gpu_blocks_override=400, block_size=16)
 
 
-def guided(**form: Any) -> GuidedDecodingParams:
-    return GuidedDecodingParams(**form)
+def guided(**constraint: Any) -> GuidedDecodingParams:
+    return GuidedDecodingParams(**constraint)
 
 
-def sampling(form: GuidedDecodingParams, **params: Any) -> SamplingParams:
-    return SamplingParams(guided_decoding=form, **{"temperature": 0, "max_tokens": 300} | params)
+def sampling(constraint: GuidedDecodingParams, **params: Any) -> SamplingParams:
+    return SamplingParams(guided_decoding=constraint, **{"temperature": 0, "max_tokens": 300} | params)
 
 
-FORMS: dict[str, tuple[GuidedDecodingParams, str]] = {
+CONSTRAINTS: dict[str, tuple[GuidedDecodingParams, str]] = {
     "regex": (guided(regex=r"\d{3}-\d{4}|[a-f]+(é|日)?"), r"\d{3}-\d{4}|[a-f]+(é|日)?"),
     "choice": (guided(choice=["yes", "no", "no way", "日本"]), "yes|no|no way|日本"),
     "lark": (guided(grammar='start: "a" (b | "c")+ "d"\nb: "(" "b"? ")"'), r"a(\(b?\)|c)+d"),
@@ -81,11 +81,13 @@ FORMS: dict[str, tuple[GuidedDecodingParams, str]] = {
 
 
 @pytest.mark.parametrize("temperature", [0, 1.5])
-@pytest.mark.parametrize("form", FORMS)
-def test_text_has_its_form(llm: LLM, form: str, temperature: float) -> None:
-    params, pattern = FORMS[form]
-    # a model that knows nothing of the form may go on for as long as it allows
-    outputs = llm.chat(ASKED, sampling(params, temperature=temperature, seed=1, n=4 if temperature else 1))[0].outputs
+@pytest.mark.parametrize("constraint", CONSTRAINTS)
+def test_output_satisfies_constraint(llm: LLM, constraint: str, temperature: float) -> None:
+    params, pattern = CONSTRAINTS[constraint]
+    # the model does not know the constraint: it may go on for as long as the constraint allows
+    outputs = llm.chat(MESSAGES, sampling(params, temperature=temperature, seed=1, n=4 if temperature else 1))[
+        0
+    ].outputs
     assert any(made.finish_reason == "stop" for made in outputs)
     for made in outputs:
         assert made.finish_reason == "length" or re.fullmatch(pattern, made.text), made.text
@@ -93,9 +95,9 @@ def test_text_has_its_form(llm: LLM, form: str, temperature: float) -> None:
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
 @pytest.mark.parametrize("options", [{}, {"disable_any_whitespace": True}, {"whitespace_pattern": " "}])
-def test_json_keeps_to_its_schema(llm: LLM, temperature: float, options: dict[str, Any]) -> None:
+def test_json_output_is_valid_for_schema(llm: LLM, temperature: float, options: dict[str, Any]) -> None:
     params = sampling(guided(json=PERSON, **options), temperature=temperature, seed=5, n=3 if temperature else 1)
-    for made in llm.chat(ASKED, params)[0].outputs:
+    for made in llm.chat(MESSAGES, params)[0].outputs:
         assert made.finish_reason == "stop"
         found = json.loads(made.text)
         jsonschema.validate(found, PERSON)
@@ -103,127 +105,140 @@ def test_json_keeps_to_its_schema(llm: LLM, temperature: float, options: dict[st
             assert made.text == json.dumps(found, separators=(",", ":"), ensure_ascii=False)
 
 
-def test_any_object(llm: LLM) -> None:
-    """Which a model that has never learned to write one ends by itself where it likes to."""
+def test_json_object_output_is_a_json_object(llm: LLM) -> None:
+    """The model was not trained to write JSON: the bias makes it close the object."""
     (end,) = llm.get_tokenizer().encode("}")
-    made = llm.chat(ASKED, sampling(guided(json_object=True), logit_bias={end: 5}))[0].outputs[0]
+    made = llm.chat(MESSAGES, sampling(guided(json_object=True), logit_bias={end: 5}))[0].outputs[0]
     assert made.finish_reason == "stop" and isinstance(json.loads(made.text), dict)
 
 
-def test_free_text_with_tagged_parts(llm: LLM) -> None:
-    """Of a model that begins a part at once, as it must say its first characters in their order, and each only once."""
+def test_tagged_parts_of_free_text_satisfy_schema(llm: LLM) -> None:
+    """The biases make the model start with the tag ``<f>``; the penalty keeps it from repeating tokens."""
     bias = {token: 80 - 20 * place for place, token in enumerate(llm.get_tokenizer().encode("<f>"))}
-    form = guided(structural_tag=TAGGED)
+    constraint = guided(structural_tag=TAGGED)
     params = SamplingParams(
-        temperature=1.0, seed=2, max_tokens=60, guided_decoding=form, logit_bias=bias, repetition_penalty=50
+        temperature=1.0, seed=2, max_tokens=60, guided_decoding=constraint, logit_bias=bias, repetition_penalty=50
     )
-    made = llm.chat(ASKED, params)[0].outputs[0]
+    made = llm.chat(MESSAGES, params)[0].outputs[0]
     inside = re.findall(r"<f>(.*?)</f>", made.text, re.DOTALL)
     assert inside and not made.text.endswith("</f>")
     assert all(isinstance(json.loads(part)["x"], int) for part in inside)
 
 
-def put_together(kind: str, **fields: Any) -> dict[str, Any]:
+def tag_format(kind: str, **fields: Any) -> dict[str, Any]:
     return {"type": kind, **fields}
 
 
-AB = put_together("regex", pattern="[ab]/")
-NUMBER = put_together("json_schema", json_schema={"enum": [1, 20]})
+AB = tag_format("regex", pattern="[ab]/")
+NUMBER = tag_format("json_schema", json_schema={"enum": [1, 20]})
 LIST = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2}
 TAGS = {
     "tags": [
-        put_together("tag", begin="<n>", content=NUMBER, end="</n>"),
-        put_together("tag", begin="<", content=AB, end=">"),
+        tag_format("tag", begin="<n>", content=NUMBER, end="</n>"),
+        tag_format("tag", begin="<", content=AB, end=">"),
     ]
 }
-WORD, X = put_together("regex", pattern="[xy]{1,9}"), put_together("const_string", value="x")
+WORD, X = tag_format("regex", pattern="[xy]{1,9}"), tag_format("const_string", value="x")
 TAG = "(<n>(1|20)</n>|<[ab]/>)"
 STRUCTURES: dict[str, tuple[dict[str, Any], str]] = {
-    "sequence": (put_together("sequence", elements=[put_together("const_string", value='"x" '), NUMBER]), '"x" (1|20)'),
-    "or": (put_together("or", elements=[AB, NUMBER]), "[ab]/|1|20"),
-    "optional": (put_together("optional", content=AB), "([ab]/)?"),
-    "star": (put_together("star", content=AB), "([ab]/)*"),
-    "plus": (put_together("plus", content=AB), "([ab]/)+"),
+    "sequence": (tag_format("sequence", elements=[tag_format("const_string", value='"x" '), NUMBER]), '"x" (1|20)'),
+    "or": (tag_format("or", elements=[AB, NUMBER]), "[ab]/|1|20"),
+    "optional": (tag_format("optional", content=AB), "([ab]/)?"),
+    "star": (tag_format("star", content=AB), "([ab]/)*"),
+    "plus": (tag_format("plus", content=AB), "([ab]/)+"),
     "tag": (TAGS["tags"][0], "<n>(1|20)</n>"),
-    "tags": (put_together("tags_with_separator", separator="; ", at_least_one=True, **TAGS), TAG + f"(; {TAG})*"),
-    "one tag": (put_together("tags_with_separator", separator="", stop_after_first=True, **TAGS), f"({TAG})?"),
-    "separators": (put_together("json_schema", json_schema=LIST, separators=[";", ":"]), r"\[[12];[12]\]"),
-    "marks as separators": (
-        put_together("json_schema", json_schema=LIST, separators=['|."', "[a]"]),
+    "tags": (tag_format("tags_with_separator", separator="; ", at_least_one=True, **TAGS), TAG + f"(; {TAG})*"),
+    "one tag": (tag_format("tags_with_separator", separator="", stop_after_first=True, **TAGS), f"({TAG})?"),
+    "separators": (tag_format("json_schema", json_schema=LIST, separators=[";", ":"]), r"\[[12];[12]\]"),
+    "regex characters in separators": (
+        tag_format("json_schema", json_schema=LIST, separators=['|."', "[a]"]),
         r'\[[12]\|\."[12]\]',
     ),
-    "greedy": (put_together("sequence", elements=[WORD, X]), "[xy]{1,9}x"),
-    "greedy within": (put_together("tag", begin="<n>", content=WORD, end="yx"), "<n>[xy]{1,9}yx"),
-    "any text": (put_together("triggered_tags", triggers=["<"], **TAGS), f"([^<]|{TAG})*"),
+    "greedy": (tag_format("sequence", elements=[WORD, X]), "[xy]{1,9}x"),
+    "greedy within": (tag_format("tag", begin="<n>", content=WORD, end="yx"), "<n>[xy]{1,9}yx"),
+    "any text": (tag_format("triggered_tags", triggers=["<"], **TAGS), f"([^<]|{TAG})*"),
 }
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
-def test_parts_are_put_together(llm: LLM, name: str) -> None:
+def test_structural_formats_are_combined(llm: LLM, name: str) -> None:
     shape, pattern = STRUCTURES[name]
-    form = guided(structural_tag={"type": "structural_tag", "format": shape})
+    constraint = guided(structural_tag={"type": "structural_tag", "format": shape})
     bias = {token: 5.0 for token in (*llm.get_tokenizer().encode("<"), *llm.get_tokenizer().encode("</"))}
-    outputs = llm.chat(ASKED, sampling(form, temperature=1.5, seed=1, n=8, max_tokens=40, logit_bias=bias))[0].outputs
+    outputs = llm.chat(MESSAGES, sampling(constraint, temperature=1.5, seed=1, n=8, max_tokens=40, logit_bias=bias))[
+        0
+    ].outputs
     for made in outputs:
         if made.finish_reason == "stop":
             assert re.fullmatch(pattern, made.text, re.DOTALL), made.text
     assert any(made.finish_reason == "stop" for made in outputs)
 
 
-OWN = [put_together("tag", begin="<tool_call>", content=NUMBER, end="</tool_call>")]
+TOOL_CALL_TAGS = [tag_format("tag", begin="<tool_call>", content=NUMBER, end="</tool_call>")]
 
 
 @pytest.mark.parametrize(
     ("shape", "named"),
     [
-        (put_together("any_text"), "any_text"),
-        (put_together("const_string", value="a", case="lower"), "case of const_string"),
-        (put_together("triggered_tags", triggers=["<"], at_least_one=True, **TAGS), "at_least_one of triggered_tags"),
-        (put_together("star", content=put_together("triggered_tags", triggers=["<"], **TAGS)), "triggered_tags within"),
-        (put_together("json_schema", json_schema={"uniqueItems": True}), "uniqueItems"),
-        (put_together("json_schema", json_schema={"const": "<think>"}), "added token"),
-        (put_together("json_schema", json_schema=False), "not|nothing"),
-        (put_together("const_string", value="ab<|im_end|>cd"), "<|im_end|>.*ends the output"),
-        (put_together("triggered_tags", triggers=["<"], tags=OWN), "part of a token of '<tool_call>'"),
-        (put_together("triggered_tags", triggers=["<tool", "<"], tags=OWN), "several triggers"),
+        (tag_format("any_text"), "any_text"),
+        (tag_format("const_string", value="a", case="lower"), "case of const_string"),
+        (tag_format("triggered_tags", triggers=["<"], at_least_one=True, **TAGS), "at_least_one of triggered_tags"),
+        (tag_format("star", content=tag_format("triggered_tags", triggers=["<"], **TAGS)), "triggered_tags within"),
+        (tag_format("json_schema", json_schema={"uniqueItems": True}), "uniqueItems"),
+        (tag_format("json_schema", json_schema={"const": "<think>"}), "added token"),
+        (tag_format("json_schema", json_schema=False), "not|nothing"),
+        (tag_format("const_string", value="ab<|im_end|>cd"), "<|im_end|>.*ends the output"),
+        (tag_format("triggered_tags", triggers=["<"], tags=TOOL_CALL_TAGS), "part of a token of '<tool_call>'"),
+        (tag_format("triggered_tags", triggers=["<tool", "<"], tags=TOOL_CALL_TAGS), "several triggers"),
         (
-            functools.reduce(lambda part, _: put_together("star", content=part), range(600), AB),
+            functools.reduce(lambda part, _: tag_format("star", content=part), range(600), AB),
             "nested formats",
         ),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_parts_that_are_not_known_are_refused_by_name(llm: LLM, shape: dict[str, Any], named: str) -> None:
+def test_unsupported_structural_format_is_refused_by_name(llm: LLM, shape: dict[str, Any], named: str) -> None:
     with pytest.raises(PenstockError, match=f"structural_tag.*({named})") as caught:
         llm.generate("x", sampling(guided(structural_tag={"format": shape})), use_tqdm=False)
     assert caught.value.failure.code is Code.UNSUPPORTED
 
 
-def test_objects_are_closed_where_that_is_asked_for(llm: LLM) -> None:
-    """But for those that say otherwise, and parts of ``allOf``; a property may be called as a keyword."""
+def test_option_disallows_additional_properties(llm: LLM) -> None:
+    """Except in objects that allow them, and in parts of ``allOf``. A property may have the name of a keyword."""
 
-    def thing(**more: Any) -> dict[str, Any]:
+    def object_schema(**more: Any) -> dict[str, Any]:
         return {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], **more}
 
-    inner = {"properties": thing(), "open": thing(additionalProperties={"enum": [2]}), "all": {"allOf": [thing()]}}
-    inner |= {"any": {"anyOf": [thing()]}, "list": {"type": "array", "items": thing(), "minItems": 1, "maxItems": 1}}
+    inner = {
+        "properties": object_schema(),
+        "open": object_schema(additionalProperties={"enum": [2]}),
+        "all": {"allOf": [object_schema()]},
+    }
+    inner |= {
+        "any": {"anyOf": [object_schema()]},
+        "list": {"type": "array", "items": object_schema(), "minItems": 1, "maxItems": 1},
+    }
     schema = {"type": "object", "properties": inner, "required": list(inner)}
-    shut = thing(additionalProperties=False)
-    expected = inner | {"properties": shut, "any": {"anyOf": [shut]}, "list": inner["list"] | {"items": shut}}
+    closed = object_schema(additionalProperties=False)
+    expected = inner | {"properties": closed, "any": {"anyOf": [closed]}, "list": inner["list"] | {"items": closed}}
     assert disallow_additional_properties(schema) == schema | {"properties": expected, "additionalProperties": False}
     strict = LLM(guided_decoding_disable_additional_properties=True, num_gpu_blocks_override=50)
-    form = {"type": "object", "properties": {"list": inner["list"], "any": thing()}, "required": ["list", "any"]}
-    dense = GuidedDecodingParams(json=form, disable_any_whitespace=True)
-    sampling = SamplingParams(temperature=0, max_tokens=60, guided_decoding=dense)
-    made = strict.chat(ASKED, sampling, use_tqdm=False)[0].outputs[0]
+    constraint = {
+        "type": "object",
+        "properties": {"list": inner["list"], "any": object_schema()},
+        "required": ["list", "any"],
+    }
+    compact = GuidedDecodingParams(json=constraint, disable_any_whitespace=True)
+    sampling = SamplingParams(temperature=0, max_tokens=60, guided_decoding=compact)
+    made = strict.chat(MESSAGES, sampling, use_tqdm=False)[0].outputs[0]
     assert made.finish_reason == "stop" and json.loads(made.text) == {"list": [{"a": 1}], "any": {"a": 1}}
 
 
 @pytest.mark.parametrize("bounds", [{}, {"minLength": 1, "maxLength": 3}])
-def test_strings_hold_no_raw_control_characters(llm: LLM, bounds: dict[str, int]) -> None:
+def test_json_strings_have_no_raw_control_characters(llm: LLM, bounds: dict[str, int]) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "string"} | bounds}, "required": ["n"]}
     tabs = {token: 50.0 for token in llm.get_tokenizer().encode("\t")}
-    made = llm.chat(ASKED, sampling(guided(json=schema), max_tokens=40, logit_bias=tabs))[0].outputs[0]
+    made = llm.chat(MESSAGES, sampling(guided(json=schema), max_tokens=40, logit_bias=tabs))[0].outputs[0]
     assert '"\t' not in made.text.replace(" ", "")
     assert made.finish_reason == "length" or json.loads(made.text)
 
@@ -233,34 +248,36 @@ class City(pydantic.BaseModel, extra="forbid"):
     size: Literal["small", "large"]
 
 
-def test_a_pydantic_model_is_a_schema(llm: LLM) -> None:
-    made = llm.chat(ASKED, sampling(guided(json=City)))[0].outputs[0]
+def test_pydantic_model_is_used_as_schema(llm: LLM) -> None:
+    made = llm.chat(MESSAGES, sampling(guided(json=City)))[0].outputs[0]
     assert made.finish_reason == "length" or City.model_validate_json(made.text)
 
 
-def test_company_changes_nothing(llm: LLM) -> None:
-    """Nor do probabilities, without which tokens that are the only ones are not waited for, preemption, or guesses."""
-    forms = [*(form for form, _ in FORMS.values()), guided(json=PERSON), None]
+def test_batch_does_not_change_constrained_outputs(llm: LLM) -> None:
+    """Neither do logprobs (without them, forced tokens take no step), preemption or drafts."""
+    constraints = [*(constraint for constraint, _ in CONSTRAINTS.values()), guided(json=PERSON), None]
     params = [
-        SamplingParams(guided_decoding=form, temperature=t, seed=7, max_tokens=80) for form in forms for t in (0.0, 1.0)
+        SamplingParams(guided_decoding=constraint, temperature=t, seed=7, max_tokens=80)
+        for constraint in constraints
+        for t in (0.0, 1.0)
     ]
-    alone = [llm.chat(ASKED, own)[0].outputs[0] for own in params]
-    told = [llm.chat(ASKED, own.replace(logprobs=1))[0].outputs[0] for own in params]
-    together = [output.outputs[0] for output in llm.chat([ASKED] * len(params), params)]
+    alone = [llm.chat(MESSAGES, each)[0].outputs[0] for each in params]
+    with_logprobs = [llm.chat(MESSAGES, each.replace(logprobs=1))[0].outputs[0] for each in params]
+    together = [output.outputs[0] for output in llm.chat([MESSAGES] * len(params), params)]
     small: dict[str, Any] = {"block_size": 16, "max_model_len": 256}
     tight = LLM(num_gpu_blocks_override=16, max_num_seqs=8, max_num_batched_tokens=64, **small)
-    pressed = [output.outputs[0] for output in tight.chat([ASKED] * len(params) * 3, params * 3)][-len(params) :]
+    preempted = [output.outputs[0] for output in tight.chat([MESSAGES] * len(params) * 3, params * 3)][-len(params) :]
     assert tight.engine.scheduler.num_preemptions > 0
-    guess = {"model": str(demo.DRAFT), "num_speculative_tokens": 3, "adaptive": False}
-    guessing = LLM(num_gpu_blocks_override=400, speculative_config=guess, **small)
-    guessed = [output.outputs[0] for output in guessing.chat([ASKED] * len(params), params)]
-    assert guessing.engine.speculation and guessing.engine.speculation.stats.accepted_tokens > 0
-    for one, *others in zip(alone, told, together, pressed, guessed, strict=True):
-        assert all(other.token_ids == one.token_ids and other.text == one.text for other in others)
+    draft_config = {"model": str(demo.DRAFT), "num_speculative_tokens": 3, "adaptive": False}
+    drafting = LLM(num_gpu_blocks_override=400, speculative_config=draft_config, **small)
+    drafted = [output.outputs[0] for output in drafting.chat([MESSAGES] * len(params), params)]
+    assert drafting.engine.speculation and drafting.engine.speculation.stats.accepted_tokens > 0
+    for expected, *others in zip(alone, with_logprobs, together, preempted, drafted, strict=True):
+        assert all((other.token_ids, other.text) == (expected.token_ids, expected.text) for other in others)
 
 
-def test_tokens_that_are_the_only_ones_are_not_waited_for(llm: LLM) -> None:
-    """A choice is settled by its first tokens; what is left of it takes no step where no other token could come."""
+def test_forced_tokens_are_output(llm: LLM) -> None:
+    """Tokens that the constraint forces take no step of the model."""
     made = llm.generate("x", sampling(guided(regex="[0-9]\U0001f600\U0001f600\U0001f600")), use_tqdm=False)[0].outputs[
         0
     ]
@@ -274,14 +291,14 @@ REFUSED = {
     "contains": {"type": "array", "contains": {"type": "integer"}},
     "lenient": {"not": {}, "x-guidance": {"lenient": True}},
     "oneOf": {"oneOf": [{"type": "string"}, {"maxLength": 3}], "x-guidance": {"coerce_one_of": True}},
-    "minProperties": {"minProperties": 2},  # of names that may come twice
+    "minProperties": {"minProperties": 2},  # property names may be repeated
     "control": {"const": "a\0b"},
     "nothing": {"$ref": "#"},
 }
 
 
 @pytest.mark.parametrize(
-    "form",
+    "constraint",
     [
         {"regex": "<think>[a-z]+"},
         {"choice": ["ok", "a <tool_call>"]},
@@ -289,27 +306,27 @@ REFUSED = {
         {"json": {"properties": {"<think>": {}}}},
     ],
 )
-def test_tokens_of_their_own_are_no_text(llm: LLM, form: dict[str, Any]) -> None:
+def test_added_tokens_as_text_are_refused(llm: LLM, constraint: dict[str, Any]) -> None:
     with pytest.raises(PenstockError, match="added token") as caught:
-        llm.generate("x", sampling(guided(**form)), use_tqdm=False)
+        llm.generate("x", sampling(guided(**constraint)), use_tqdm=False)
     assert caught.value.failure.code is Code.UNSUPPORTED
 
 
-def test_a_tag_may_be_a_token_of_its_own(llm: LLM) -> None:
-    """The model may write it, and then has to keep to what is tagged."""
+def test_structural_tag_may_be_an_added_token(llm: LLM) -> None:
+    """The model may write the token; the part after it satisfies the schema."""
     schema = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"]}
     tag = {"begin": "<tool_call>", "schema": schema, "end": "</tool_call>"}
-    form = guided(structural_tag={"structures": [tag], "triggers": ["<tool_call>"]})
+    constraint = guided(structural_tag={"structures": [tag], "triggers": ["<tool_call>"]})
     mark = llm.get_tokenizer().token_to_id("<tool_call>")
-    params = sampling(form, logit_bias={mark: 100}, max_tokens=60, skip_special_tokens=False)
-    text = llm.chat(ASKED, params, use_tqdm=False)[0].outputs[0].text
+    params = sampling(constraint, logit_bias={mark: 100}, max_tokens=60, skip_special_tokens=False)
+    text = llm.chat(MESSAGES, params, use_tqdm=False)[0].outputs[0].text
     assert text.startswith("<tool_call>")
     for inside in re.findall("<tool_call>(.*?)</tool_call>", text):
         assert "city" in json.loads(inside)
 
 
 @pytest.mark.parametrize("keyword", REFUSED)
-def test_a_schema_that_cannot_be_kept_to_is_refused_by_name(llm: LLM, keyword: str) -> None:
+def test_unsupported_keyword_is_refused_by_name(llm: LLM, keyword: str) -> None:
     named = {"lenient": "not", "nothing": "no output matches it"}.get(keyword, keyword)
     with pytest.raises(PenstockError, match=rf"guided_json.*\b{named}\b") as caught:
         llm.generate("x", sampling(guided(json=REFUSED[keyword])))
@@ -333,7 +350,7 @@ ANNOTATED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("schema", ANNOTATED, ids=str)
 def test_annotations_are_accepted_and_constrain_nothing(llm: LLM, schema: dict[str, Any]) -> None:
     schema = {"maxLength": 20, "additionalProperties": False} | schema
-    (output,) = llm.chat(ASKED, sampling(guided(json=schema)), use_tqdm=False)
+    (output,) = llm.chat(MESSAGES, sampling(guided(json=schema)), use_tqdm=False)
     known = {name: value for name, value in schema.items() if value is not None}
     jsonschema.Draft202012Validator(known).validate(json.loads(output.outputs[0].text))
 
@@ -342,7 +359,7 @@ def test_reference_into_unknown_keyword_is_followed(llm: LLM) -> None:
     schemas = {"A": {"example": 1, "const": 2}}
     schema = {"type": "object", "properties": {"a": {"$ref": "#/components/schemas/A"}}, "required": ["a"]}
     schema["additionalProperties"] = False
-    (output,) = llm.chat(ASKED, sampling(guided(json=schema | {"components": {"schemas": schemas}})), use_tqdm=False)
+    (output,) = llm.chat(MESSAGES, sampling(guided(json=schema | {"components": {"schemas": schemas}})), use_tqdm=False)
     assert json.loads(output.outputs[0].text) == {"a": 2}
 
 
@@ -363,10 +380,10 @@ def test_malformed_schema_is_refused_with_keyword(schema: dict[str, Any], messag
     assert caught.value.failure.code is Code.INVALID
 
 
-def loop(llm: LLM, form: GuidedDecodingParams, text: str, **params: Any) -> Any:
-    """The output of a model that prefers one token whatever came before."""
+def loop(llm: LLM, constraint: GuidedDecodingParams, text: str, **params: Any) -> Any:
+    """Output of a model with a strong bias towards one token."""
     (token,) = llm.get_tokenizer().encode(text)
-    return llm.chat(ASKED, sampling(form, logit_bias={token: 100}, **params), use_tqdm=False)[0].outputs[0]
+    return llm.chat(MESSAGES, sampling(constraint, logit_bias={token: 100}, **params), use_tqdm=False)[0].outputs[0]
 
 
 @pytest.mark.parametrize("kind", ["integer", "number"])
@@ -398,14 +415,14 @@ def test_string_of_a_looping_model_ends(llm: LLM) -> None:
 
 @pytest.mark.parametrize("schema", [{"type": "integer"}, {"type": "string"}], ids=["digits", "letters"])
 def test_bounds_are_the_same_with_drafts(llm: LLM, schema: dict[str, Any]) -> None:
-    """N-grams guess that a loop goes on, so that drafts reach beyond the bound."""
+    """The n-gram drafter continues the loop, so drafts reach beyond the bound."""
     drafting = LLM(
         num_gpu_blocks_override=100,
         speculative_config={"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 2},
     )
-    form = guided(json={"type": "array", "items": schema, "minItems": 2, "maxItems": 2})
+    constraint = guided(json={"type": "array", "items": schema, "minItems": 2, "maxItems": 2})
     text = "9" if schema["type"] == "integer" else "z"
-    expected, drafted = (loop(one, form, text, max_tokens=400) for one in (llm, drafting))
+    expected, drafted = (loop(each, constraint, text, max_tokens=400) for each in (llm, drafting))
     assert drafted.token_ids == expected.token_ids and expected.finish_reason == "stop"
 
 
@@ -413,7 +430,7 @@ LEAST = -(2**63)
 
 
 @pytest.mark.parametrize(
-    "form",
+    "constraint",
     [
         {"json": {"enum": [LEAST, 2]}},
         {"json": {"properties": {"a": {"const": LEAST + 1}}}},
@@ -424,10 +441,10 @@ LEAST = -(2**63)
     ],
     ids=str,
 )
-def test_a_number_that_ends_the_process_is_refused(llm: LLM, form: dict[str, Any]) -> None:
-    """llguidance calls itself until the stack is used up."""
+def test_number_that_crashes_llguidance_is_refused(llm: LLM, constraint: dict[str, Any]) -> None:
+    """llguidance recurses until the stack overflows."""
     with pytest.raises(PenstockError, match=r"not supported: numbers below"):
-        llm.generate("x", sampling(guided(**form)))
+        llm.generate("x", sampling(guided(**constraint)))
     (output,) = llm.generate("x", sampling(guided(json={"enum": [LEAST + 1024]})), use_tqdm=False)
     assert json.loads(output.outputs[0].text) == LEAST + 1024
 
@@ -442,22 +459,22 @@ def test_a_number_that_ends_the_process_is_refused(llm: LLM, form: dict[str, Any
         r".{1,3}\s[\]a]?[^\]a]",
     ],
 )
-def test_patterns_mean_what_they_say(llm: LLM, pattern: str) -> None:
+def test_regex_output_matches_pattern_in_python(llm: LLM, pattern: str) -> None:
     params = sampling(guided(regex=pattern), temperature=2.0, seed=3, n=6, max_tokens=40)
     ended = [made.text for made in llm.generate("x", params, use_tqdm=False)[0].outputs if made.finish_reason == "stop"]
     assert ended and all(re.fullmatch(pattern, text) for text in ended), ended
 
 
-def test_a_form_that_is_too_much_to_follow_ends_its_request_alone(llm: LLM) -> None:
-    """As it can go on in more and more ways."""
-    asked = [sampling(guided(regex="(((a{1,50}){1,50}){1,50}){400,500}")), sampling(guided(choice=["yes", "no"]))]
-    failed, fine = [output.outputs[0] for output in llm.generate(["x", "x"], asked, use_tqdm=False)]
+def test_too_complex_regex_fails_its_request_only(llm: LLM) -> None:
+    """The number of possible continuations grows with each token."""
+    params = [sampling(guided(regex="(((a{1,50}){1,50}){1,50}){400,500}")), sampling(guided(choice=["yes", "no"]))]
+    failed, fine = [output.outputs[0] for output in llm.generate(["x", "x"], params, use_tqdm=False)]
     assert fine.text in ("yes", "no")
     assert failed.failure and "cannot be followed" in failed.failure.message
     assert not llm.engine.busy
 
 
-def test_as_many_choices_as_are_allowed(llm: LLM) -> None:
+def test_up_to_4096_choices_are_allowed(llm: LLM) -> None:
     choices = [f"choice {i}" for i in range(4096)]
     with pytest.raises(PenstockError, match="at most 4096"):
         guided(choice=[*choices, "one more"])
@@ -465,7 +482,7 @@ def test_as_many_choices_as_are_allowed(llm: LLM) -> None:
         assert made.finish_reason == "stop" and made.text in choices, made
 
 
-def test_a_form_that_takes_too_much_memory_is_refused_and_nothing_kept(llm: LLM) -> None:
+def test_constraint_above_memory_limit_is_refused_and_freed(llm: LLM) -> None:
     llm.generate("x", sampling(guided(regex="a")), use_tqdm=False)
     before = resident_bytes()
     with pytest.raises(PenstockError, match="guided_regex: not supported: compiling it takes more than"):
@@ -477,31 +494,31 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def test_forms_that_take_long_wait_for_each_other_alone_and_end_with_their_requests(llm: LLM) -> None:
+def test_slow_compilations_delay_no_others_and_end_when_cancelled(llm: LLM) -> None:
     before = children(os.getpid())
     compiler = GrammarCompiler("llguidance", llm.engine.info.vocab_size)
     compiler.set_vocabulary(lambda: Vocabulary((Path(demo.CHAT) / "tokenizer.json").read_text(), [0]))
     assert compiler.compile(guided(choice=["first"])).result(60)
-    slow = [compiler.compile(guided(json=endless(seed))) for seed in range(6)]
+    slow = [compiler.compile(guided(json=exponential_schema(seed))) for seed in range(6)]
     for choice in "abc":
         assert compiler.compile(guided(choice=[choice])).result(60)
     assert not slow[-1].done()
     for future in slow:
         future.cancel()
     (process,) = children(os.getpid()) - before
-    while children(process):  # which nothing but the end of their requests ends as soon
+    while children(process):  # only the cancellation ends them this soon
         os.sched_yield()
     assert compiler.compile(guided(choice=["d"])).result(60)
 
 
-def endless(seed: int) -> dict[str, Any]:
-    """A schema that takes llguidance twice the time and memory with each pattern."""
+def exponential_schema(seed: int) -> dict[str, Any]:
+    """A schema with 39 patterns, each of which doubles llguidance's time and memory."""
     patterns = [{"pattern": f"[a-z]{{{i}}}.*[0-9]"} for i in range(1, 40)]
     return {"type": "string", "description": str(seed), "allOf": patterns}
 
 
 def children(pid: int) -> set[int]:
-    """Process ids of a process's children."""
+    """Process ids of the children of a process."""
     lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
     return {int(child) for line in lists for child in line.split()}
 
@@ -511,12 +528,12 @@ def test_other_backend_is_llguidance_with_a_log_line(backend: str, caplog: pytes
     with caplog.at_level("INFO"):
         llm = LLM(num_gpu_blocks_override=100, guided_decoding_backend=backend)
     assert f"guided_decoding_backend {backend}: llguidance is used" in caplog.text
-    lark = sampling(guided(grammar='start: "a" ("b" | "c") "d"'))  # xgrammar has no Lark
+    lark = sampling(guided(grammar='start: "a" ("b" | "c") "d"'))  # a Lark grammar, which xgrammar does not support
     assert llm.generate("x", lark, use_tqdm=False)[0].outputs[0].text in ("abd", "acd")
 
 
 @pytest.mark.parametrize(
-    "form",
+    "constraint",
     [
         {"regex": "(a"},
         {"regex": "(?=a)"},
@@ -546,33 +563,33 @@ def test_other_backend_is_llguidance_with_a_log_line(backend: str, caplog: pytes
         {},
         {"regex": "a" * 300_000},
     ],
-    ids=lambda form: str(form)[:40],
+    ids=lambda constraint: str(constraint)[:40],
 )
-def test_what_is_wrong_is_refused(llm: LLM, form: dict[str, Any]) -> None:
+def test_invalid_constraint_is_refused(llm: LLM, constraint: dict[str, Any]) -> None:
     with pytest.raises(PenstockError, match=r"guided|structural"):
-        llm.generate("x", sampling(guided(**form)))
+        llm.generate("x", sampling(guided(**constraint)))
     assert not llm.engine.busy
 
 
 def test_long_chains_of_references_are_followed(llm: LLM) -> None:
-    links = 1400  # about as many as a form may have characters for
+    links = 1400  # close to the maximum length of a constraint
     chain = {str(i): {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(links)}
     schema = {"$defs": {**chain, str(links): {"type": "array"}}, "$ref": "#/$defs/0"}
     made = llm.generate("x", sampling(guided(json=schema), max_tokens=5), use_tqdm=False)[0].outputs[0]
     assert made.failure is None
 
 
-def test_stop_strings_end_it_at_the_same_token(llm: LLM) -> None:
+def test_stop_string_ends_output_at_same_token_with_logprobs(llm: LLM) -> None:
     for stop in ("na", "addr", "city"):
         params = sampling(guided(json=PERSON), stop=(stop,), max_tokens=60)
-        plain, told = (llm.chat(ASKED, own)[0].outputs[0] for own in (params, params.replace(logprobs=0)))
-        assert (plain.text, plain.token_ids) == (told.text, told.token_ids)
+        plain, other = (llm.chat(MESSAGES, each)[0].outputs[0] for each in (params, params.replace(logprobs=0)))
+        assert (plain.text, plain.token_ids) == (other.text, other.token_ids)
 
 
 @pytest.mark.parametrize(
     "other", [{"ignore_eos": True}, {"min_tokens": 2}, {"allowed_token_ids": [5]}, {"bad_words": ["a"]}]
 )
-def test_what_does_not_go_with_it_is_refused(other: dict[str, Any]) -> None:
+def test_incompatible_sampling_params_are_refused(other: dict[str, Any]) -> None:
     with pytest.raises(PenstockError, match=rf"{next(iter(other))}.*guided"):
         sampling(guided(regex="a"), **other)
 
@@ -591,18 +608,18 @@ def client(server: Served) -> openai.OpenAI:
 
 
 def ask(client: openai.OpenAI, **fields: Any) -> str:
-    answer = client.chat.completions.create(model="default", messages=ASKED, temperature=0, max_tokens=200, **fields)
+    answer = client.chat.completions.create(model="default", messages=MESSAGES, temperature=0, max_tokens=200, **fields)
     return str(answer.choices[0].message.content)
 
 
-def test_openai_s_client_parses_a_model(client: openai.OpenAI) -> None:
+def test_openai_client_parses_pydantic_model(client: openai.OpenAI) -> None:
     answer = client.chat.completions.parse(
-        model="default", messages=ASKED, temperature=0, max_tokens=200, response_format=City
+        model="default", messages=MESSAGES, temperature=0, max_tokens=200, response_format=City
     )
     assert isinstance(answer.choices[0].message.parsed, City)
 
 
-def test_every_name_of_a_form(client: openai.OpenAI) -> None:
+def test_all_request_fields_for_constraints_are_accepted(client: openai.OpenAI) -> None:
     schema = City.model_json_schema()
     made = {
         ask(client, response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": schema}}),
@@ -620,14 +637,14 @@ def test_every_name_of_a_form(client: openai.OpenAI) -> None:
     assert compact == json.dumps(json.loads(compact), separators=(",", ":"), ensure_ascii=False)
 
 
-def test_a_stream_is_the_answer(client: openai.OpenAI) -> None:
-    form = {
+def test_streamed_text_equals_full_answer(client: openai.OpenAI) -> None:
+    constraint = {
         "type": "json_schema",
         "json_schema": {"name": "person", "schema": City.model_json_schema(), "strict": True},
     }
-    whole = ask(client, response_format=form)
+    whole = ask(client, response_format=constraint)
     stream = client.chat.completions.create(
-        model="default", messages=ASKED, temperature=0, max_tokens=200, response_format=form, stream=True
+        model="default", messages=MESSAGES, temperature=0, max_tokens=200, response_format=constraint, stream=True
     )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole
     completion = client.completions.create(
@@ -646,7 +663,7 @@ def test_a_stream_is_the_answer(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_refusals_come_before_any_token(client: openai.OpenAI, stream: bool) -> None:
+def test_constraint_is_refused_before_first_token(client: openai.OpenAI, stream: bool) -> None:
     with pytest.raises(openai.BadRequestError, match="uniqueItems"):
         ask(client, extra_body={"guided_json": {"type": "array", "uniqueItems": True}}, stream=stream)
     with pytest.raises(openai.BadRequestError, match="one constraint"):
@@ -674,13 +691,13 @@ def test_refused_schema_names_pattern_and_tool(client: openai.OpenAI) -> None:
         ask(client, extra_body={"guided_regex": "x[a"})
 
 
-def test_it_can_be_switched_off() -> None:
+def test_guided_decoding_can_be_disabled() -> None:
     off = LLM(num_gpu_blocks_override=100, guided_decoding_backend="off")
     with pytest.raises(PenstockError, match="guided_decoding_backend"):
         off.generate("x", sampling(guided(regex="a")))
 
 
-# --- Calls that must be made ------------------------------------------------------------------------------------------
+# --- Required tool calls ----------------------------------------------------------------------------------------------
 
 
 def tool(name: str, **properties: Any) -> Any:
@@ -694,14 +711,20 @@ TOOLS = [tool("get_weather", city={"type": "string", "maxLength": 20}), tool("ro
 def call(
     client: openai.OpenAI, stream: bool, tools: list[Any] = TOOLS, **fields: Any
 ) -> tuple[str | None, list[tuple[str, Any]], str]:
-    """Content, calls and why it ended; the same from a stream."""
-    asked: dict[str, Any] = {"model": "default", "messages": ASKED, "tools": tools, "temperature": 0, "max_tokens": 200}
+    """Content, tool calls and finish reason of a chat, streamed or not."""
+    request: dict[str, Any] = {
+        "model": "default",
+        "messages": MESSAGES,
+        "tools": tools,
+        "temperature": 0,
+        "max_tokens": 200,
+    }
     if not stream:
-        choice = client.chat.completions.create(**asked, **fields).choices[0]
+        choice = client.chat.completions.create(**request, **fields).choices[0]
         made = [(c.function.name, json.loads(c.function.arguments)) for c in choice.message.tool_calls or ()]
         return choice.message.content, made, choice.finish_reason
     content, names, arguments, reason = "", {}, {}, ""
-    for chunk in client.chat.completions.create(**asked, **fields, stream=True):
+    for chunk in client.chat.completions.create(**request, **fields, stream=True):
         delta = chunk.choices[0].delta
         content += delta.content or ""
         for part in delta.tool_calls or ():
@@ -712,7 +735,7 @@ def call(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_is_asked_for_is_made(client: openai.OpenAI, stream: bool) -> None:
+def test_required_tool_call_is_made(client: openai.OpenAI, stream: bool) -> None:
     named = {"type": "function", "function": {"name": "roll"}}
     content, calls, reason = call(client, stream, tool_choice=named)
     assert (content, reason) == (None, "stop")
@@ -726,7 +749,7 @@ def test_a_call_that_is_asked_for_is_made(client: openai.OpenAI, stream: bool) -
         jsonschema.validate(arguments, known)
 
 
-def test_schemas_of_tools_keep_their_references(client: openai.OpenAI) -> None:
+def test_references_in_tool_schemas_are_resolved(client: openai.OpenAI) -> None:
     where = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
     nested = {"properties": {"where": {"$ref": "#/$defs/Where"}}, "required": ["where"], "$defs": {"Where": where}}
     tree = {"properties": {"kids": {"type": "array", "items": {"$ref": "#"}, "maxItems": 1}}, "required": ["kids"]}
@@ -739,9 +762,9 @@ def test_schemas_of_tools_keep_their_references(client: openai.OpenAI) -> None:
             jsonschema.validate(arguments, {"type": "object"} | parameters)
 
 
-def test_a_call_that_cannot_be_made_is_refused(client: openai.OpenAI) -> None:
+def test_impossible_tool_choice_is_refused(client: openai.OpenAI) -> None:
     unknown = {"type": "function", "function": {"name": "fly"}}
-    for fields, words in (
+    for fields, message in (
         ({"tool_choice": unknown}, "fly.*get_weather, roll"),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "another constraint"),
         ({"tool_choice": "required", "tools": []}, "requires tools"),
@@ -749,5 +772,5 @@ def test_a_call_that_cannot_be_made_is_refused(client: openai.OpenAI) -> None:
         ({"tool_choice": "required", "tools": [tool("f", x={"minProperties": 2})]}, "tools.0.*minProperties"),
         ({"tool_choice": "required", "tools": [tool("f", x={"const": "a\0b"})]}, "control characters"),
     ):
-        with pytest.raises(openai.BadRequestError, match=words):
-            client.chat.completions.create(**{"model": "default", "messages": ASKED, "tools": TOOLS} | fields)
+        with pytest.raises(openai.BadRequestError, match=message):
+            client.chat.completions.create(**{"model": "default", "messages": MESSAGES, "tools": TOOLS} | fields)

@@ -1,4 +1,4 @@
-"""A step copies keys and values of its tokens to a transfer buffer layer by layer, and another cache reads them."""
+"""KV export: a step copies keys and values of its tokens to a transfer buffer by layer; another cache imports them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def runner(model: Model, ops: Ops, block_size: int, quantization: str, export: l
 
 
 def batch_of(tokens: Tensor, first: int, block_size: int) -> Batch:
-    """The tokens from ``first`` on, of the only sequence; its blocks are in reverse order."""
+    """Batch of the tokens from ``first`` on of the only sequence, whose blocks are in reverse order."""
     positions, blocks = torch.arange(first, len(tokens)), -(-TOKENS // block_size) + 1
     table = torch.arange(blocks, dtype=torch.int32).flip(0)
     count, length = len(positions), len(tokens)
@@ -60,7 +60,7 @@ def batch_of(tokens: Tensor, first: int, block_size: int) -> Batch:
 
 
 @pytest.mark.parametrize("quantization", ["", "int8", "fp8"])
-def test_a_step_exports(checkpoint: Path, ops: Ops, quantization: str) -> None:
+def test_imported_kv_gives_same_hidden_states(checkpoint: Path, ops: Ops, quantization: str) -> None:
     if quantization == "fp8" and ops.NAME == "cpu":
         pytest.skip("fp8 is for GPUs")
     model = load_model(checkpoint, ops)
@@ -92,7 +92,7 @@ def test_a_step_exports(checkpoint: Path, ops: Ops, quantization: str) -> None:
         assert torch.equal(whole.view(slots, -1)[:, part], buffer.view(slots, -1)[:, part])
 
 
-def test_stages_export_their_layers(checkpoint: Path) -> None:
+def test_layouts_of_stages_equal_layouts_of_whole_model(checkpoint: Path) -> None:
     ops = backend(CPU, "reference")
     whole = load_model(checkpoint, ops).transfer_layouts(SLOT_TOKENS)
     stages = [

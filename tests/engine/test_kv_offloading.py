@@ -1,4 +1,4 @@
-"""Prefixes outlast their KV blocks in host memory and on a disk; whatever is wrong there is a miss, never an answer."""
+"""KV offloading: prefixes stay in host memory and on disk; a damaged or wrong block is a cache miss."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ OPTIONS: dict[str, Any] = {
     "kv_offloading_size": 0.01,
 }
 PROMPTS = [[2 + (7 * i + j) % 90 for j in range(200)] for i in range(3)]
-"""Of which the device holds one at a time."""
+"""Prompts; the device has blocks for one of them at a time."""
 FULL = 192
-"""Tokens of each that full blocks hold."""
+"""Number of tokens of each prompt in full blocks."""
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
 Result = list[tuple[list[int], Any]]
 
@@ -60,18 +60,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def opened(checkpoint: Path, **options: Any) -> Iterator[LLM]:
-    """What is to be written is written at the end."""
+    """Start an engine. Closing it writes pending blocks, and every block must be free."""
     llm = LLM(checkpoint, **OPTIONS | options)
     with closing(llm.engine):
         yield llm
         assert llm.engine.scheduler.device_pool.num_free == llm.engine.scheduler.device_pool.total
 
 
-def generate(llm: LLM, prompts: list[list[int]] = PROMPTS, **more: Any) -> tuple[Result, list[int]]:
-    """What they get one after the other, and how many of their tokens were cached."""
+def generate(llm: LLM, prompts: list[list[int]] = PROMPTS, **options: Any) -> tuple[Result, list[int]]:
+    """Generate for one prompt after the other; return the results and the numbers of cached tokens."""
     results, cached = [], []
     for prompt in prompts:
-        (output,) = llm.generate([prompt], GREEDY, use_tqdm=False, **more)
+        (output,) = llm.generate([prompt], GREEDY, use_tqdm=False, **options)
         results.append((output.outputs[0].token_ids, output.outputs[0].logprobs))
         cached.append(output.num_cached_tokens)
     return results, cached
@@ -89,13 +89,13 @@ def counts(llm: LLM) -> dict[str, int]:
 
 
 def written(checkpoint: Path, folder: Path, **options: Any) -> list[Path]:
-    """The files of a folder to which all prompts were written."""
+    """Write the blocks of all prompts to a folder; return its files."""
     with opened(checkpoint, kv_offloading_disk_path=str(folder), **options) as llm:
         generate(llm)
     return sorted(folder.iterdir())
 
 
-def test_host_memory_has_what_the_device_has_evicted(checkpoint: Path, expected: Result) -> None:
+def test_evicted_blocks_are_loaded_from_host_memory(checkpoint: Path, expected: Result) -> None:
     with opened(checkpoint) as llm:
         assert generate(llm) == (expected, [0, 0, 0])
         assert generate(llm) == (expected, [FULL] * 3)
@@ -108,7 +108,7 @@ def test_host_memory_has_what_the_device_has_evicted(checkpoint: Path, expected:
 
 
 def test_host_memory_is_bounded(checkpoint: Path, expected: Result) -> None:
-    """Room for one prompt and a half; the least recently used is evicted."""
+    """With room for one and a half prompts, the least recently used blocks are evicted."""
     with opened(checkpoint) as llm:
         generate(llm)
         size = counts(llm)["bytes_stored"]
@@ -120,8 +120,10 @@ def test_host_memory_is_bounded(checkpoint: Path, expected: Result) -> None:
 
 
 @pytest.mark.parametrize("again", [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
-def test_a_disk_outlasts_the_engine(checkpoint: Path, expected: Result, tmp_path: Path, again: dict[str, Any]) -> None:
-    """Also for one of other ranks, but not for one of another fingerprint."""
+def test_blocks_on_disk_are_found_after_restart(
+    checkpoint: Path, expected: Result, tmp_path: Path, again: dict[str, Any]
+) -> None:
+    """Also with another number of ranks, but not with another fingerprint."""
     folder = tmp_path / "new" / "kv"
     files = written(checkpoint, folder)
     assert folder.stat().st_mode & 0o777 == 0o700 and {file.stat().st_mode & 0o777 for file in files} == {0o600}
@@ -133,8 +135,8 @@ def test_a_disk_outlasts_the_engine(checkpoint: Path, expected: Result, tmp_path
             assert generate(llm)[1] == [0, 0, 0]
 
 
-def test_two_engines_share_a_folder(checkpoint: Path, expected: Result, tmp_path: Path) -> None:
-    """What one has written, the other finds at once."""
+def test_two_engines_share_a_disk_folder(checkpoint: Path, expected: Result, tmp_path: Path) -> None:
+    """Blocks that one engine has written are found by the other at once."""
     options = {"kv_offloading_disk_path": str(tmp_path / "kv"), "distributed_executor_backend": "uni"}
     with opened(checkpoint, **options) as first, opened(checkpoint, **options) as second:
         generate(first, PROMPTS[:1])
@@ -143,15 +145,15 @@ def test_two_engines_share_a_folder(checkpoint: Path, expected: Result, tmp_path
         assert generate(second) == (expected, [FULL, 0, 0])
 
 
-def test_nobody_gets_what_others_computed(checkpoint: Path, tmp_path: Path) -> None:
-    """Neither of another salt, nor adapter, nor of other weights; of the same ones, also after these have changed."""
+def test_offloaded_blocks_differ_by_salt_adapter_and_weights(checkpoint: Path, tmp_path: Path) -> None:
+    """With the same salt, adapter and weights they are found, also after the weights have changed and changed back."""
     with opened(checkpoint, kv_offloading_disk_path=str(tmp_path / "kv"), enable_lora=True) as llm:
         adapter = LoRARequest("one", 1, str(checkpoint / "adapter"))
         generate(llm)
 
         def salted(number: int) -> int:
-            asked = EngineRequest(request_id=str(number), prompt=PROMPTS[0], sampling=GREEDY, cache_salt="mine")
-            llm.engine.add(asked)
+            request = EngineRequest(request_id=str(number), prompt=PROMPTS[0], sampling=GREEDY, cache_salt="mine")
+            llm.engine.add(request)
             cached = [delta.cached_tokens for _ in iter(lambda: llm.engine.busy, False) for delta in llm.engine.step()]
             return max(cached)
 
@@ -161,14 +163,14 @@ def test_nobody_gets_what_others_computed(checkpoint: Path, tmp_path: Path) -> N
         assert generate(llm, lora_request=adapter) == (first, [FULL] * 3)
         plain, _ = generate(llm)
         tensors = load_file(checkpoint / "model.safetensors")
-        llm.update_weights({name: one + 0.1 * torch.ones_like(one) for name, one in tensors.items()})
+        llm.update_weights({name: tensor + 0.1 * torch.ones_like(tensor) for name, tensor in tensors.items()})
         other, cached = generate(llm)
         assert cached == [0, 0, 0] and other != plain
         llm.update_weights(checkpoint)
         assert generate(llm) == (plain, [FULL] * 3)
 
 
-def flip(file: Path) -> None:
+def flip_bit(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
@@ -183,29 +185,31 @@ def replace_by(make: Callable[[Path], object]) -> Callable[[Path], object]:
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "a bit": flip,
+    "flipped bit": flip_bit,
     "truncated": lambda file: os.truncate(file, 1000),
     "empty": lambda file: os.truncate(file, 0),
     "longer": lambda file: file.write_bytes(file.read_bytes() + b"x"),
-    "of another block": lambda file: file.write_bytes(next(p for p in file.parent.iterdir() if p != file).read_bytes()),
-    "gone": Path.unlink,
-    "a folder": replace_by(Path.mkdir),
-    "a pipe": replace_by(os.mkfifo),
-    "a link": replace_by(lambda file: file.symlink_to("/dev/zero")),
-    "open to others": lambda file: file.chmod(0o622),
+    "content of another block": lambda file: file.write_bytes(
+        next(p for p in file.parent.iterdir() if p != file).read_bytes()
+    ),
+    "deleted": Path.unlink,
+    "folder": replace_by(Path.mkdir),
+    "fifo": replace_by(os.mkfifo),
+    "symbolic link": replace_by(lambda file: file.symlink_to("/dev/zero")),
+    "writable by others": lambda file: file.chmod(0o622),
 }
 
 
 @pytest.fixture(scope="module")
 def intact(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the files of all prompts."""
+    """Folder with the files of all prompts."""
     folder = tmp_path_factory.mktemp("disk") / "kv"
     written(checkpoint, folder)
     return folder
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_a_miss(
+def test_damaged_file_is_a_cache_miss(
     checkpoint: Path, intact: Path, expected: Result, tmp_path: Path, damage: str
 ) -> None:
     folder = shutil.copytree(intact, tmp_path / "kv")
@@ -213,22 +217,22 @@ def test_a_damaged_file_is_a_miss(
         DAMAGES[damage](file)
     with opened(checkpoint, kv_offloading_disk_path=str(folder)) as llm:
         assert generate(llm) == (expected, [0, 0, 0])
-    whole = {file.name for file in intact.iterdir() if same(file, folder / file.name)}
-    assert damage == "a folder" or len(whole) >= len(PROMPTS), "some are written anew"
+    replaced = {file.name for file in intact.iterdir() if same(file, folder / file.name)}
+    assert damage == "folder" or len(replaced) >= len(PROMPTS), "damaged files were not replaced"
 
 
 def same(file: Path, other: Path) -> bool:
     return other.is_file() and other.read_bytes() == file.read_bytes()
 
 
-def test_blocks_whose_values_are_wrong_are_deleted(
+def test_blocks_with_nan_are_deleted(
     checkpoint: Path, intact: Path, expected: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The request that notices fails; the blocks are not read again, though the end of a request marks its blocks as
+    """The request that loads them fails. They are not loaded again, although the end of a request marks its blocks as
     used."""
     folder = shutil.copytree(intact, tmp_path / "kv")
     for file in folder.iterdir():
-        file.write_bytes(b"\xff" * file.stat().st_size)  # not a number, whatever the type
+        file.write_bytes(b"\xff" * file.stat().st_size)  # NaN in every data type
     monkeypatch.setattr(disk_tier.DiskTier, "_checksum", lambda *_: b"\xff" * disk_tier.CHECKSUM_BYTES)
     with opened(checkpoint, kv_offloading_disk_path=str(folder)) as llm:
         (output,) = llm.generate([PROMPTS[0]], GREEDY, use_tqdm=False)
@@ -237,8 +241,8 @@ def test_blocks_whose_values_are_wrong_are_deleted(
         assert generate(llm, PROMPTS[:1]) == (expected[:1], [0])
 
 
-def test_what_is_being_stored_may_turn_out_to_be_wrong() -> None:
-    """A step in flight stores a block, when the one before it is found to have computed what is no number."""
+def test_block_found_wrong_while_stored_is_dropped() -> None:
+    """A step in flight stores a block when the step before it turns out to have computed NaN."""
     device = BlockPool(1, BLOCK)
     device.cache_block(*device.allocate(1), b"a")
     with closing(KVOffloading(device, HostTier(4096, 1024, BLOCK))) as offloading:
@@ -251,22 +255,22 @@ def test_what_is_being_stored_may_turn_out_to_be_wrong() -> None:
             assert offloading.count([b"a"]) == (not wrong)
 
 
-def test_one_damaged_block_costs_those_after_it(checkpoint: Path, expected: Result, tmp_path: Path) -> None:
+def test_blocks_after_a_damaged_block_are_computed(checkpoint: Path, expected: Result, tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     with opened(checkpoint, kv_offloading_disk_path=str(folder)) as llm:
         generate(llm, PROMPTS[:1])
     file = next(folder.iterdir())
     intact = file.read_bytes()
-    flip(file)
+    flip_bit(file)
     with opened(checkpoint, kv_offloading_disk_path=str(folder)) as llm:
         found, (cached,) = generate(llm, PROMPTS[:1])
         assert found == expected[:1] and cached < FULL and cached % BLOCK == 0
         assert counts(llm)["disk_read_failures"] == 1
-    assert file.read_bytes() == intact, "written anew"
+    assert file.read_bytes() == intact, "the block was not written again"
 
 
-def test_the_folder_is_bounded(checkpoint: Path, expected: Result, tmp_path: Path) -> None:
-    """The least recently used files go first, those of other weights among them, and files of others never."""
+def test_disk_folder_is_bounded(checkpoint: Path, expected: Result, tmp_path: Path) -> None:
+    """The least recently used files are deleted first, also those of other weights; foreign files never."""
     folder = tmp_path / "kv"
     files = written(checkpoint, folder)
     size = sum(file.stat().st_size for file in files)
@@ -289,13 +293,13 @@ def generate_fresh(checkpoint: Path, options: dict[str, Any]) -> Result:
         return generate(llm)[0]
 
 
-def test_a_full_disk_is_no_error(
+def test_full_disk_fails_no_request(
     checkpoint: Path, expected: Result, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "kv"
     with opened(checkpoint, kv_offloading_disk_path=str(folder)) as llm:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # as a full disk ends a file
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # writes fail beyond it, as on a full disk
         try:
             assert generate(llm)[0] == expected
             llm.engine.close()
@@ -306,16 +310,16 @@ def test_a_full_disk_is_no_error(
     assert "no blocks are written for 30 seconds" in caplog.text
 
 
-def test_a_disk_that_hangs_holds_nobody_up(
+def test_hanging_disk_delays_one_request_until_timeout(
     checkpoint: Path, expected: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request waits for its blocks no longer than is said, the next ones not at all, until the disk answers."""
+    """A request waits for its blocks until the timeout; later requests do not wait until the disk answers again."""
     folder = tmp_path / "kv"
     files = written(checkpoint, folder)
     monkeypatch.setattr(disk_tier, "READ_TIMEOUT", 0.2)
     held = [file.open("r+b") for file in files]
     for file in held:
-        fcntl.flock(file, fcntl.LOCK_EX)  # for which readers wait
+        fcntl.flock(file, fcntl.LOCK_EX)  # readers wait for the lock
     with opened(checkpoint, kv_offloading_disk_path=str(folder)) as llm:
         assert generate(llm) == (expected, [0, 0, 0])
         assert counts(llm)["disk_read_failures"] == 1 and counts(llm)["disk_hits"] == 0
@@ -339,18 +343,18 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_what_a_killed_engine_has_written_is_found(checkpoint: Path, expected: Result, tmp_path: Path) -> None:
+def test_blocks_written_by_killed_engine_are_found(checkpoint: Path, expected: Result, tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     code = KILLED.format(options=OPTIONS, prompts=PROMPTS)
     ended = subprocess.run([sys.executable, "-c", code, str(checkpoint), str(folder)], timeout=120)
     assert ended.returncode == -signal.SIGKILL
     with opened(checkpoint, kv_offloading_disk_path=str(folder)) as llm:
         found, cached = generate(llm)
-        assert found == expected and sum(cached) > 0, "all but what was being written"
+        assert found == expected and sum(cached) > 0, "no block was found"
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"kv_offloading_size": 1e-6}, "kv_offloading_size: must be at least"),
         ({"kv_offloading_size": 1e5}, "kv_offloading_size: 100000.0 GiB do not fit into the"),
@@ -361,35 +365,37 @@ def test_what_a_killed_engine_has_written_is_found(checkpoint: Path, expected: R
         ({"kv_offloading_disk_path": "{tmp}/a", "kv_offloading_disk_size": 1e-6}, "disk_size: must be at least"),
     ],
 )
-def test_what_is_impossible_is_refused(checkpoint: Path, tmp_path: Path, options: dict[str, Any], words: str) -> None:
+def test_invalid_offloading_options_are_refused(
+    checkpoint: Path, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
     given = {name: value.format(tmp=tmp_path) if isinstance(value, str) else value for name, value in options.items()}
-    with pytest.raises(PenstockError, match=re.escape(words)):
+    with pytest.raises(PenstockError, match=re.escape(message)):
         LLM(checkpoint, **OPTIONS | given)
 
 
-def test_an_engine_that_cannot_start_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
-    def left() -> tuple[int, int]:
+def test_failed_start_leaves_no_thread_and_no_file(checkpoint: Path, tmp_path: Path) -> None:
+    def open_resources() -> tuple[int, int]:
         gc.collect()
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
-    threads, files = left()
+    threads, files = open_resources()
     with pytest.raises((OSError, MemoryError)):
         LLM(checkpoint, **OPTIONS | {"num_gpu_blocks_override": 10**9, "kv_offloading_disk_path": str(tmp_path / "a")})
-    threads_left, files_left = left()
+    threads_left, files_left = open_resources()
     assert threads_left <= threads and files_left <= files  # an earlier test's thread may have ended meanwhile
 
 
-def test_metrics_tell_the_tiers(tmp_path: Path) -> None:
-    """One server after another, with one folder."""
+def test_metrics_count_hits_of_host_and_disk(tmp_path: Path) -> None:
+    """Two servers, one after the other, with the same folder."""
     flags = ("--block-size", "16", "--num-gpu-blocks-override", "16", "--max-model-len", "256")
     flags += ("--kv-offloading-disk-path", str(tmp_path / "kv"))
-    asked = {"prompt": PROMPTS[0], "max_tokens": 2}
+    body = {"prompt": PROMPTS[0], "max_tokens": 2}
 
     def served(cached: int) -> dict[str, float]:
         with Served(*flags) as server:
-            answer = httpx.post(f"{server.url}/completions", json=asked, timeout=60).raise_for_status().json()
+            answer = httpx.post(f"{server.url}/completions", json=body, timeout=60).raise_for_status().json()
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
-            while True:  # the engine tells now and then
+            while True:  # the engine reports periodically
                 page = httpx.get(f"{server.root}/metrics").text
                 found = {name: float(value) for name, value in re.findall(r"^(\w+:\w+){[^}]*} (\S+)$", page, re.M)}
                 if found["vllm:kv_offload_cpu_cache_usage_perc"] > 0:

@@ -47,9 +47,8 @@ TIMEOUT = 30.0
 
 
 class KVTransfers(RuleBasedStateMachine):
-    """Two engines and the network between them. Each message in flight is delivered, dropped, repeated or overtaken as
-    drawn; pieces may arrive damaged. What is exported for a slot is drawn from its hash, so that whatever is imported
-    can be told right or wrong."""
+    """Two engines and the network between them. Each message in flight is delivered, dropped, repeated or overtaken at
+    random; pieces may arrive damaged. The content of a slot is derived from its hash, so every import is checked."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,26 +59,26 @@ class KVTransfers(RuleBasedStateMachine):
         self.to_prefill: list[bytes] = []
         self.to_decode: list[tuple[bytes, bytes]] = []
         self.computing: dict[bytes, tuple[Start, int]] = {}
-        """Transfers that the prefill engine computes → slots that were exported."""
+        """Transfers that the prefill engine computes → start message and number of exported slots."""
         self.partial: dict[bytes, tuple[list[Exported], int]] = {}
-        """Transfers of which some layers of the newest slots were offered → slots and number of layers."""
+        """Transfers with only some layers of the newest slots offered → slots and number of layers."""
         self.pulling: dict[bytes, tuple[Pull, dict[tuple[int, int], bytes]]] = {}
         self.importing: list[tuple[Arrived, bytes]] = []
-        """Pieces that the engine is importing, with their bytes as they were when they arrived."""
+        """Pieces that the engine is importing, with their bytes on arrival."""
         self.ended: dict[bytes, str] = {}
         self.count = 0
 
     # --- The network
 
     def _pump(self) -> None:
-        """Put what both ends want to send on the wire, and handle their events."""
+        """Put the messages of both ends on the wire, and handle their events."""
         self.receiver.outgoing += [job.message for job in self.receiver.jobs]
         self.receiver.jobs.clear()
         self.to_prefill += map(encode, self.receiver.outgoing)
         self.receiver.outgoing.clear()
         self.to_decode += [(encode(message), b"") for message in self.sender.outgoing]
         self.sender.outgoing.clear()
-        for sending in self.sender.sending:  # sent at once, in this test: the bytes are then on the wire
+        for sending in self.sender.sending:  # this test sends at once: it copies the bytes
             message = sending.message
             data = bytes(self.prefill.layers(sending.slot, message.first_layer, message.last_layer))
             self.to_decode.append((encode(message), data))
@@ -152,27 +151,27 @@ class KVTransfers(RuleBasedStateMachine):
         self._work(seed, steps, faults)
 
     def _work(self, seed: int, steps: int, faults: float) -> None:
-        """Many messages, most of them undisturbed, while both engines work."""
-        draw = random.Random(seed)
+        """Deliver many messages, most of them without faults, while both engines work."""
+        rng = random.Random(seed)
 
         def fate(kinds: str) -> tuple[int, str]:
-            if draw.random() < faults:
-                return draw.randrange(100), draw.choice(kinds.split())
+            if rng.random() < faults:
+                return rng.randrange(100), rng.choice(kinds.split())
             return 0, "deliver"
 
         for _ in range(steps):
-            actions = [lambda: self.time_passes(draw.choice([0.01, 0.1, 0.3, 0.6]))]
+            actions = [lambda: self.time_passes(rng.choice([0.01, 0.1, 0.3, 0.6]))]
             if self.to_prefill:
                 actions += [lambda: self.message_to_prefill(*fate("deliver drop repeat repeat"))] * 4
             if self.to_decode:
                 actions += [lambda: self.message_to_decode(*fate("deliver drop repeat repeat damage"))] * 4
             if self.importing:
-                actions += [lambda: self.import_piece(draw.randrange(100))] * 2
+                actions += [lambda: self.import_piece(rng.randrange(100))] * 2
             if self.computing:
-                actions += [lambda: self.compute(draw.randrange(100), draw.randint(1, 3))] * 2
-            if len(self.pulling) < 40 and draw.random() < 0.06:
-                self.pull(draw.randint(1, 6), draw.randint(0, 2), draw.randint(1, SLOT_TOKENS))
-            draw.choice(actions)()
+                actions += [lambda: self.compute(rng.randrange(100), rng.randint(1, 3))] * 2
+            if len(self.pulling) < 40 and rng.random() < 0.06:
+                self.pull(rng.randint(1, 6), rng.randint(0, 2), rng.randint(1, SLOT_TOKENS))
+            rng.choice(actions)()
 
     @rule(seconds=st.sampled_from([0.1, 0.3, 0.6, 6.0, 40.0]))
     def time_passes(self, seconds: float) -> None:
@@ -217,7 +216,7 @@ class KVTransfers(RuleBasedStateMachine):
         content = _content(pull.hashes[arrived.index])
         span = slice(LAYER_OFFSETS[arrived.first_layer], LAYER_OFFSETS[arrived.last_layer])
         assert data == content[span], "wrong keys and values"
-        assert (arrived.index, arrived.first_layer) not in pieces, "a piece came twice"
+        assert (arrived.index, arrived.first_layer) not in pieces, "a piece was imported twice"
         pieces[arrived.index, arrived.first_layer] = data
         self.receiver.imported(arrived, self.now)
         self._pump()
@@ -235,7 +234,7 @@ class KVTransfers(RuleBasedStateMachine):
     @precondition(lambda self: self.computing)
     @rule(which=st.integers(0, 100), layers=st.integers(1, 3))
     def compute(self, which: int, layers: int) -> None:
-        """Export a slot, some of its layers first."""
+        """Export at most ``layers`` more layers of a slot."""
         transfer = list(self.computing)[which % len(self.computing)]
         start, done = self.computing[transfer]
         hashes = slot_hashes("w", "", "", start.tokens)
@@ -275,7 +274,7 @@ class KVTransfers(RuleBasedStateMachine):
         assert len(used) <= self.decode.num_slots - self.decode.num_free
 
     def teardown(self) -> None:
-        """Everything comes to an end, and nothing is left."""
+        """Run all transfers to their end; every slot must be free then."""
         for _ in range(300):
             if set(self.ended) == set(self.pulling) and self._idle:
                 break
@@ -297,7 +296,7 @@ class KVTransfers(RuleBasedStateMachine):
 
 
 def _content(slot_hash: bytes) -> bytes:
-    """The keys and values of a slot."""
+    """Keys and values of a slot, derived from its hash."""
     return np.random.default_rng(int.from_bytes(slot_hash, "little")).bytes(LAYER_OFFSETS[-1])
 
 
@@ -305,11 +304,11 @@ TestKVTransfers = KVTransfers.TestCase
 TestKVTransfers.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)
 
 
-# --- The network
+# --- Receiver and endpoint
 
 
-def test_a_slow_connection_is_not_asked_twice() -> None:
-    """Pieces come for longer than the timeout, one after the other."""
+def test_slow_pieces_are_not_requested_again() -> None:
+    """Pieces arrive one after the other, all together for longer than the timeout."""
     buffer = TransferBuffer(12, LAYER_OFFSETS)
     receiver = Receiver(buffer, timeout=4.0)
     pull = _pull(12)
@@ -331,8 +330,8 @@ def test_a_slow_connection_is_not_asked_twice() -> None:
     buffer.close()
 
 
-def test_a_lost_piece_is_asked_for_again() -> None:
-    """Also while others come."""
+def test_lost_piece_is_requested_again() -> None:
+    """Also while other pieces arrive."""
     buffer = TransferBuffer(4, LAYER_OFFSETS)
     receiver = Receiver(buffer, timeout=4.0)
     pull = _pull(4)
@@ -356,7 +355,7 @@ def _pull(slots: int) -> Pull:
 
 
 def _checksum(pull: Pull, index: int) -> int:
-    """Of a slot of zeros."""
+    """Checksum of a slot of zeros."""
     checksum = new_checksum(pull.hashes[index], 1, 0, NUM_LAYERS)
     checksum.update(bytes(LAYER_OFFSETS[-1]))
     return checksum.intdigest()
@@ -367,7 +366,7 @@ INSTANCE = Instance(weights_version="w", fingerprint="f", layers=[(1, 1, "float3
 
 
 class Peer:
-    """One end of an endpoint's connection, which does what a test says."""
+    """The other end of an endpoint's connection, driven by a test."""
 
     def __init__(self, link: node_link.NodeLink) -> None:
         self.socket = link.socket
@@ -384,7 +383,7 @@ class Peer:
 
 
 class Running:
-    """An endpoint whose events can be waited for."""
+    """An endpoint with a method to wait for its events."""
 
     def __init__(self, slots: int, slot_bytes: int, **options: Any) -> None:
         self.buffer = TransferBuffer(slots, [0, slot_bytes])
@@ -398,7 +397,7 @@ class Running:
         )
 
     def event(self) -> Any:
-        """The next one."""
+        """Wait for the next event."""
         while not (events := self.endpoint.take_events()):
             assert self._woken.acquire(timeout=10)
         [event] = events
@@ -412,8 +411,8 @@ class Running:
         self.buffer.close()
 
 
-def test_a_decode_engine_that_stops_reading_keeps_no_slots() -> None:
-    """It has asked for more than the sockets hold, and goes silent: other engines need the prefill engine's buffer."""
+def test_decode_engine_that_stops_reading_loses_its_slots() -> None:
+    """It requests more than the sockets hold, then stops reading: other engines need the prefill engine's buffer."""
     running = Running(32, 2**20, listen="127.0.0.1:0", timeout=0.5, transport="tcp")
     peer, tokens = running.connect(), list(range(32 * SLOT_TOKENS))
     try:
@@ -434,7 +433,7 @@ def test_a_decode_engine_that_stops_reading_keeps_no_slots() -> None:
         running.close()
 
 
-def test_a_prefill_engine_that_does_not_answer_is_connected_to_anew() -> None:
+def test_silent_prefill_engine_is_reconnected() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(10)
     running = Running(4, 64, timeout=0.5)
@@ -454,7 +453,7 @@ def test_a_prefill_engine_that_does_not_answer_is_connected_to_anew() -> None:
             each.close()
 
 
-def test_strangers_that_say_nothing_keep_nobody_waiting() -> None:
+def test_silent_unauthenticated_connections_block_no_peer() -> None:
     running = Running(4, 64, listen="127.0.0.1:0", timeout=5.0)
     strangers = [socket.create_connection(("127.0.0.1", running.endpoint.port)) for _ in range(100)]
     try:
@@ -471,8 +470,8 @@ def test_strangers_that_say_nothing_keep_nobody_waiting() -> None:
         running.close()
 
 
-def test_only_buffers_are_opened(tmp_path: Path) -> None:
-    """Not every file that a peer names."""
+def test_only_transfer_buffers_are_opened(tmp_path: Path) -> None:
+    """A peer cannot name another file."""
     buffer = TransferBuffer(1, [0, 64])
     copy = tmp_path / "copy"
     copy.write_bytes(Path(buffer.path).read_bytes())

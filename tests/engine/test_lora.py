@@ -1,4 +1,4 @@
-"""Adapters against PEFT, on random weights: alone, several in a batch, loaded and unloaded while others are served."""
+"""LoRA adapters of random weights, compared with PEFT: alone, several in a batch, loaded and unloaded while serving."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ OPTIONS: dict[str, Any] = {"block_size": 16, "num_gpu_blocks_override": 100, "we
 
 
 def adapter(base: Path, folder: Path, seed: int = 0, **config: Any) -> Path:
-    """One of random weights, large enough to change what is said."""
+    """Save an adapter of random weights, large enough to change the output."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     changed = get_peft_model(model, LoraConfig(**ADAPTERS["everywhere"] | config, init_lora_weights=False))
@@ -81,58 +81,56 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def draw(seed: int, length: int) -> list[int]:
+def random_prompt(seed: int, length: int) -> list[int]:
     rng = Random(seed)
     return [rng.randrange(2, 300) for _ in range(length)]
 
 
 @pytest.mark.parametrize("ops", ["reference", "cpu"])
-def test_scores_and_greedy_tokens_are_pefts(base: Path, ops: str) -> None:
-    """Three adapters and none in one batch, in chunks."""
+def test_logprobs_and_greedy_tokens_equal_peft(base: Path, ops: str) -> None:
+    """Three adapters and no adapter in one batch, with chunked prefill."""
     if ops == "cpu":
         pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
     llm = LLM(base, dtype="float32", ops=ops, enable_lora=True, max_num_batched_tokens=50, **OPTIONS)
-    prompts = [draw(length, length) for length in (1, 40, 100) for _ in range(4)]
+    prompts = [random_prompt(length, length) for length in (1, 40, 100) for _ in range(4)]
     chosen = [*(LoRARequest(name, i, str(base / name)) for i, name in enumerate(ADAPTERS, 1)), None] * 3
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=2, prompt_logprobs=2, ignore_eos=True)
     outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=chosen)
-    said = {}
-    for prompt, wanted, output in zip(prompts, chosen, outputs, strict=True):
+    token_ids = {}
+    for prompt, request, output in zip(prompts, chosen, outputs, strict=True):
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-        if wanted:
-            model = PeftModel.from_pretrained(model, wanted.lora_path)
+        if request:
+            model = PeftModel.from_pretrained(model, request.lora_path)
         (made,) = output.outputs
         with torch.inference_mode():
             table = model(torch.tensor([prompt + made.token_ids])).logits[0].log_softmax(-1)
         assert table[len(prompt) - 1 : -1].argmax(-1).tolist() == made.token_ids
-        told = [*(output.prompt_logprobs or [])[1:], *(made.logprobs or [])]
-        for row, position in zip(table, told, strict=False):
+        logprobs = [*(output.prompt_logprobs or [])[1:], *(made.logprobs or [])]
+        for row, position in zip(table, logprobs, strict=False):
             assert position
             for token_id, found in position.items():
                 assert found.logprob == pytest.approx(row[token_id].item(), abs=1e-4)
-        said[wanted, len(prompt)] = made.token_ids
-    assert len({tuple(said[wanted, 100]) for wanted in chosen}) == 4, "each of them says something else"
+        token_ids[request, len(prompt)] = made.token_ids
+    assert len({tuple(token_ids[request, 100]) for request in chosen}) == 4, "two adapters gave the same output"
 
 
 @pytest.mark.parametrize("options", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"quantization": "w8a8"}], ids=str)
-def test_requests_without_an_adapter_have_the_bits_of_a_model_without_adapters(
-    base: Path, options: dict[str, Any]
-) -> None:
+def test_requests_without_adapter_have_bits_of_base_model(base: Path, options: dict[str, Any]) -> None:
     pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
-    prompts = [draw(seed, 10 + seed) for seed in range(6)]
+    prompts = [random_prompt(seed, 10 + seed) for seed in range(6)]
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=5, prompt_logprobs=5, ignore_eos=True)
     plain = LLM(base, **options, **OPTIONS).generate(prompts, params, use_tqdm=False)
     llm = LLM(base, lora_modules=(f"a={base / 'everywhere'}",), **options, **OPTIONS)
     chosen = [None, LoRARequest("a")] * 6
     mixed = llm.generate([prompt for prompt in prompts for _ in "12"], params, use_tqdm=False, lora_request=chosen)
-    for alone, beside, other in zip(plain, mixed[::2], mixed[1::2], strict=True):
-        assert (beside.outputs, beside.prompt_logprobs) == (alone.outputs, alone.prompt_logprobs)
-        assert other.prompt_logprobs != alone.prompt_logprobs
+    for expected, output, adapted in zip(plain, mixed[::2], mixed[1::2], strict=True):
+        assert (output.outputs, output.prompt_logprobs) == (expected.outputs, expected.prompt_logprobs)
+        assert adapted.prompt_logprobs != expected.prompt_logprobs
 
 
-def test_a_reload_under_the_same_name_finds_no_prefix_of_the_old_one(small: Path) -> None:
+def test_adapter_reloaded_under_same_name_finds_no_old_prefix(small: Path) -> None:
     llm = LLM(small, enable_lora=True, max_loras=1, **OPTIONS)
-    prompt, params = draw(0, 100), SamplingParams(temperature=0, max_tokens=4, logprobs=0)
+    prompt, params = random_prompt(0, 100), SamplingParams(temperature=0, max_tokens=4, logprobs=0)
 
     def ask(name: str | None) -> tuple[Any, int]:
         chosen = LoRARequest(name) if name else None
@@ -150,15 +148,15 @@ def test_a_reload_under_the_same_name_finds_no_prefix_of_the_old_one(small: Path
     assert ask(None)[1] == 0
     llm.unload_lora_adapter("one")
     llm.load_lora_adapter("other", small / "a")
-    assert ask("other") == (a, 96), "the same contents under another name"
+    assert ask("other") == (a, 96), "equal contents under another name share prefixes"
 
 
-def test_unloading_lets_requests_end_and_then_gives_the_place_back(small: Path) -> None:
+def test_unload_lets_requests_end_and_then_frees_slot(small: Path) -> None:
     fixed = engine_options(model=str(small), lora_modules=(f"a={small / 'a'}",), max_loras=1, **OPTIONS)
 
     def run(engine: Engine, interfere: bool) -> list[int]:
         sampling = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-        engine.add(EngineRequest(request_id="1", prompt=draw(0, 20), sampling=sampling, adapter="a"))
+        engine.add(EngineRequest(request_id="1", prompt=random_prompt(0, 20), sampling=sampling, adapter="a"))
         tokens: list[int] = []
         while engine.busy:
             tokens += [token for delta in engine.step() for token in delta.token_ids]
@@ -177,7 +175,7 @@ def test_unloading_lets_requests_end_and_then_gives_the_place_back(small: Path) 
 
 
 def test_adapters_with_equal_contents_share_a_slot(small: Path, tmp_path: Path) -> None:
-    """And one that was changed has another key, by which the prefix cache keeps them apart."""
+    """A changed adapter has another key, so that the prefix cache keeps them apart."""
     copied = tmp_path / "copied"
     shutil.copytree(small / "a", copied)
     config = json.loads((copied / "adapter_config.json").read_text())
@@ -191,7 +189,7 @@ def test_adapters_with_equal_contents_share_a_slot(small: Path, tmp_path: Path) 
 
     def run(name: str, interfere: Callable[[int], None] = lambda count: None) -> list[int]:
         tokens: list[int] = []
-        engine.add(EngineRequest(request_id=name, prompt=draw(0, 20), sampling=sampling, adapter=name))
+        engine.add(EngineRequest(request_id=name, prompt=random_prompt(0, 20), sampling=sampling, adapter=name))
         while engine.busy:
             tokens += [token for delta in engine.step() for token in delta.token_ids]
             interfere(len(tokens))
@@ -217,7 +215,7 @@ def test_adapters_with_equal_contents_share_a_slot(small: Path, tmp_path: Path) 
     expected = run("a")
     assert load("copied", copied) == key
     assert run("copied") == expected
-    assert load("b", small / "b") != key, "it has the second slot"
+    assert load("b", small / "b") != key, "another adapter has another key"
     assert run("b") != expected
     adapters.unload("b")
     assert run("a", unload_and_reload) == run("again") == expected
@@ -232,8 +230,8 @@ def test_adapters_with_equal_contents_share_a_slot(small: Path, tmp_path: Path) 
     assert run("a") == expected
 
 
-def test_an_adapter_may_be_unloaded_while_it_is_loaded(small: Path) -> None:
-    """As after a restart of the engine. Its slot is free once the load has ended."""
+def test_adapter_unloaded_while_loading_fails_the_load(small: Path) -> None:
+    """As may happen after a restart of the engine. The slot is free once the load has ended."""
     engine = Engine(engine_options(model=str(small), enable_lora=True, max_loras=1, **OPTIONS))
     for _ in range(2):
         loading = engine.adapters.load("a", str(small / "a"))
@@ -247,12 +245,12 @@ def test_an_adapter_may_be_unloaded_while_it_is_loaded(small: Path) -> None:
     assert engine.adapters.paths == {"b": str(small / "b")}
 
 
-def broken(folder: Path, how: str) -> None:
+def damage(folder: Path, kind: str) -> None:
     path = folder / "adapter_config.json"
     config = json.loads(path.read_text())
     tensors = load_file(folder / "adapter_model.safetensors")
     first = next(iter(tensors))
-    match how:
+    match kind:
         case "no config":
             path.unlink()
             return
@@ -265,15 +263,15 @@ def broken(folder: Path, how: str) -> None:
             (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
         case "damaged":
             (folder / "adapter_model.safetensors").write_bytes(b"?" * 100)
-        case "another kind":
+        case "other PEFT type":
             config["peft_type"] = "IA3"
-        case "begun otherwise":
+        case "unsupported initialization":
             config["init_lora_weights"] = "pissa_niter_4"
         case "rank":
             config["r"] = 9
-        case "another model":
+        case "other shape":
             tensors[first] = tensors[first][:, :-1].contiguous()
-        case "half":
+        case "missing tensor":
             del tensors[first]
         case "head":
             tensors["base_model.model.lm_head.lora_A.weight"] = torch.zeros(8, 64)
@@ -287,55 +285,57 @@ def broken(folder: Path, how: str) -> None:
             config["rank_pattern"] = {".*.*.*.*.*.*.*.*[A-Z]": 3}
         case "many patterns":
             config["rank_pattern"] = {f".*{i}": 3 for i in range(1000)}
-        case "no number":
+        case "text instead of number":
             config["lora_alpha"] = "much"
         case _:
-            name, _, value = how.partition("=")
+            name, _, value = kind.partition("=")
             config[name] = json.loads(value)
     path.write_text(json.dumps(config))
-    if (folder / "adapter_model.safetensors").exists() and how != "damaged":
+    if (folder / "adapter_model.safetensors").exists() and kind != "damaged":
         save_file(tensors, folder / "adapter_model.safetensors")
 
 
 @pytest.mark.parametrize(
-    ("how", "words", "code"),
+    ("kind", "message", "code"),
     [
         ("no config", "has no adapter_config.json", Code.INVALID),
         ("broken config", "is not JSON", Code.INVALID),
         ("no weights", "has no adapter_model.safetensors", Code.INVALID),
         ("pickle", "a pickle", Code.INVALID),
         ("damaged", "is damaged", Code.INVALID),
-        ("another kind", "type IA3", Code.UNSUPPORTED),
-        ("begun otherwise", "pissa", Code.UNSUPPORTED),
+        ("other PEFT type", "type IA3", Code.UNSUPPORTED),
+        ("unsupported initialization", "pissa", Code.UNSUPPORTED),
         ("rank", r"must be \(9, 96\)", Code.INVALID),
-        ("another model", "for this model", Code.INVALID),
-        ("half", "has no tensor", Code.INVALID),
+        ("other shape", "for this model", Code.INVALID),
+        ("missing tensor", "has no tensor", Code.INVALID),
         ("head", "lm_head", Code.UNSUPPORTED),
         ("whole module", "lm_head", Code.UNSUPPORTED),
         ("pattern", "an invalid regular expression", Code.INVALID),
         ("exponential pattern", "nested repetitions, or more than", Code.UNSUPPORTED),
         ("slow pattern", "nested repetitions, or more than", Code.UNSUPPORTED),
         ("many patterns", "1000 regular expressions; 64 are allowed", Code.INVALID),
-        ("no number", "which are numbers", Code.INVALID),
+        ("text instead of number", "which are numbers", Code.INVALID),
         ("r=200", r"rank 200 .* \(max_lora_rank\)", Code.INVALID),
         ("use_dora=true", "use_dora", Code.UNSUPPORTED),
         ('bias="all"', "bias", Code.UNSUPPORTED),
         ('modules_to_save=["lm_head"]', "modules_to_save", Code.UNSUPPORTED),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(small: Path, tmp_path: Path, how: str, words: str, code: Code) -> None:
+def test_invalid_adapter_is_refused_with_reason(
+    small: Path, tmp_path: Path, kind: str, message: str, code: Code
+) -> None:
     shutil.copytree(small / "a", tmp_path, dirs_exist_ok=True)
-    broken(tmp_path, how)
-    with pytest.raises(PenstockError, match=words) as refused:
+    damage(tmp_path, kind)
+    with pytest.raises(PenstockError, match=message) as refused:
         LLM(small, lora_modules=(f"a={tmp_path}",), **OPTIONS)
     assert (refused.value.failure.code, refused.value.failure.field) == (code, "lora_path")
 
 
-def test_what_cannot_be_is_refused_by_name(small: Path) -> None:
+def test_invalid_adapter_calls_are_refused(small: Path) -> None:
     llm = LLM(small, enable_lora=True, max_loras=1, **OPTIONS)
     llm.load_lora_adapter("a", small / "a")
     llm.load_lora_adapter("a", small / "a")
-    for call, words in (
+    for call, message in (
         (lambda: llm.load_lora_adapter("a", small / "b"), "unload it first"),
         (lambda: llm.load_lora_adapter("b", small / "b"), "max_loras"),
         (lambda: llm.unload_lora_adapter("b"), "not loaded"),
@@ -344,7 +344,7 @@ def test_what_cannot_be_is_refused_by_name(small: Path) -> None:
         (lambda: LLM(small, **OPTIONS).load_lora_adapter("a", small / "a"), "enable_lora"),
         (lambda: LLM(small, lora_modules=("a",), **OPTIONS), "name=folder"),
     ):
-        with pytest.raises(PenstockError, match=words):
+        with pytest.raises(PenstockError, match=message):
             call()
 
 
@@ -376,7 +376,7 @@ def client(server: Served) -> Iterator[openai.OpenAI]:
 
 
 def answers(client: openai.OpenAI, name: str) -> tuple[str, str]:
-    """Of chat, streamed, and of completions."""
+    """Texts of a streamed chat and of a completion."""
     stream = client.chat.completions.create(model=name, messages=CITY, stream=True, **GREEDY)  # type: ignore[call-overload]
     text = ""
     for chunk in stream:
@@ -388,6 +388,7 @@ def answers(client: openai.OpenAI, name: str) -> tuple[str, str]:
 
 
 def expected(folder: Path | None) -> tuple[str, str]:
+    """Texts that ``answers`` must return for an adapter."""
     llm = LLM(enable_lora=True, num_gpu_blocks_override=400)
     chosen = LoRARequest("x", 1, str(folder)) if folder else None
     params = SamplingParams(**GREEDY)
@@ -396,11 +397,11 @@ def expected(folder: Path | None) -> tuple[str, str]:
     return chat.outputs[0].text, text.outputs[0].text
 
 
-def update(server: Served, what: str, **body: str) -> httpx.Response:
-    return httpx.post(f"{server.url}/{what}_lora_adapter", json=body, timeout=60)
+def update(server: Served, action: str, **body: str) -> httpx.Response:
+    return httpx.post(f"{server.url}/{action}_lora_adapter", json=body, timeout=60)
 
 
-def test_adapters_are_models_over_http(server: Served, client: openai.OpenAI, demo_adapters: Path) -> None:
+def test_adapters_are_served_as_models(server: Served, client: openai.OpenAI, demo_adapters: Path) -> None:
     listed = {model.id: model.parent for model in client.models.list()}  # type: ignore[attr-defined]
     assert listed == {"penstock-demo": None, "a": "penstock-demo"}
     assert answers(client, "a") == expected(demo_adapters / "a")
@@ -422,19 +423,19 @@ def test_adapters_are_models_over_http(server: Served, client: openai.OpenAI, de
 
 
 def test_metrics_name_the_adapters_of_requests(server: Served, client: openai.OpenAI) -> None:
-    """As vLLM's do: by them an endpoint picker sends requests of an adapter where it runs already."""
+    """As in vLLM: endpoint pickers route the requests of an adapter to engines that run it."""
 
-    def told() -> dict[str, str]:
+    def lora_info() -> dict[str, str]:
         page = httpx.get(f"{server.root}/metrics").text
-        (family,) = [one for one in text_string_to_metric_families(page) if one.name == "vllm:lora_requests_info"]
+        (family,) = [each for each in text_string_to_metric_families(page) if each.name == "vllm:lora_requests_info"]
         (sample,) = family.samples
         return sample.labels
 
-    assert told()["max_lora"] == "16"
+    assert lora_info()["max_lora"] == "16"
     ends: dict[str, Any] = {"max_tokens": 1500, "stream": True, "extra_body": {"ignore_eos": True}}
     with client.completions.create(model="a", prompt="Once", **ends):
         deadline = time.monotonic() + 30
-        while told()["running_lora_adapters"] != "a":  # the engine tells now and then
+        while lora_info()["running_lora_adapters"] != "a":  # the engine reports periodically
             assert time.monotonic() < deadline
 
 
@@ -444,42 +445,42 @@ def test_metrics_name_the_adapters_of_requests(server: Served, client: openai.Op
 def test_adapters_are_models_in_other_dialects(server: Served, demo_adapters: Path) -> None:
     (chat, _), plain = expected(demo_adapters / "a"), expected(None)[0]
     for model, text in (("a", chat), ("default", plain)):
-        asked = {"model": model, "messages": CITY, "temperature": 0}
-        told = {"model": model, "text": CITY[0]["content"], "temperature": 0, "max_dec_len": 12}
-        found = httpx.post(f"{server.url}/chat/completions", json=told, timeout=60).json()
+        body = {"model": model, "messages": CITY, "temperature": 0}
+        paddlenlp_body = {"model": model, "text": CITY[0]["content"], "temperature": 0, "max_dec_len": 12}
+        found = httpx.post(f"{server.url}/chat/completions", json=paddlenlp_body, timeout=60).json()
         assert found["result"] == text
-        found = httpx.post(f"{server.url}/messages", json=asked | {"max_tokens": 12}, timeout=60).json()
+        found = httpx.post(f"{server.url}/messages", json=body | {"max_tokens": 12}, timeout=60).json()
         assert found["content"][0]["text"] == text
-        asked = {"model": model, "input": CITY, "temperature": 0, "max_output_tokens": 12}
-        found = httpx.post(f"{server.url}/responses", json=asked, timeout=60).json()
+        body = {"model": model, "input": CITY, "temperature": 0, "max_output_tokens": 12}
+        found = httpx.post(f"{server.url}/responses", json=body, timeout=60).json()
         assert found["output"][0]["content"][0]["text"] == text
-    for path, asked in (("/messages", {"messages": CITY, "max_tokens": 1}), ("/responses", {"input": "x"})):
-        assert httpx.post(server.url + path, json={"model": "nobody", **asked}, timeout=60).status_code == 404
+    for path, body in (("/messages", {"messages": CITY, "max_tokens": 1}), ("/responses", {"input": "x"})):
+        assert httpx.post(server.url + path, json={"model": "nobody", **body}, timeout=60).status_code == 404
 
 
-def test_what_cannot_be_loaded_is_refused_over_http(
+def test_invalid_load_is_refused_over_http(
     server: Served, servers: Servers, demo_adapters: Path, tmp_path: Path
 ) -> None:
     wrong = update(server, "load", lora_name="c", lora_path=str(tmp_path))
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "lora_path")
-    own = update(server, "load", lora_name="penstock-demo", lora_path=str(demo_adapters / "b"))
-    assert (own.status_code, own.json()["error"]["param"]) == (400, "lora_name")
+    duplicate = update(server, "load", lora_name="penstock-demo", lora_path=str(demo_adapters / "b"))
+    assert (duplicate.status_code, duplicate.json()["error"]["param"]) == (400, "lora_name")
     closed = servers.get("--num-gpu-blocks-override", "400")
     assert update(closed, "load", lora_name="b", lora_path=str(demo_adapters / "b")).status_code == 404
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "message"),
     [("penstock-demo=/tmp", "is the name of a model"), ("a=/nowhere", "has no adapter_config.json")],
 )
-def test_a_wrong_adapter_stops_the_start_with_one_sentence(given: str, words: str) -> None:
+def test_invalid_adapter_fails_the_start_with_message(given: str, message: str) -> None:
     command = [sys.executable, "-m", "penstock.cli.main", "serve", "--port", "0", "--num-gpu-blocks-override", "40"]
-    said = subprocess.run([*command, "--lora-modules", given], capture_output=True, text=True, timeout=60)
-    assert said.returncode == 2
-    assert words in said.stderr.splitlines()[-1]
+    result = subprocess.run([*command, "--lora-modules", given], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert message in result.stderr.splitlines()[-1]
 
 
-def test_an_engine_that_died_has_its_adapters_again(server: Served, client: openai.OpenAI, demo_adapters: Path) -> None:
+def test_restarted_engine_has_its_adapters(server: Served, client: openai.OpenAI, demo_adapters: Path) -> None:
     assert update(server, "load", lora_name="b", lora_path=str(demo_adapters / "b")).status_code == 200
     before = answers(client, "b")
     os.kill(server.pids["engine"][0], signal.SIGKILL)
@@ -489,13 +490,13 @@ def test_an_engine_that_died_has_its_adapters_again(server: Served, client: open
     assert update(server, "unload", lora_name="b").status_code == 200
 
 
-# --- While others are served ------------------------------------------------------------------------------------------
+# --- While serving ----------------------------------------------------------------------------------------------------
 
 
-def test_a_stream_outlives_the_unloading_of_its_adapter(small: Path) -> None:
-    """And the same name may soon be another's."""
+def test_stream_continues_after_unload_of_its_adapter(small: Path) -> None:
+    """Also if another adapter is loaded under the same name meanwhile."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    prompt = draw(0, 20)
+    prompt = random_prompt(0, 20)
     chosen = {name: LoRARequest(name, 1, str(small / name)) for name in "ab"}
     alone = LLM(small, enable_lora=True, **OPTIONS).generate([prompt] * 2, params, lora_request=[*chosen.values()])
     expected = {name: output.outputs[0].token_ids for name, output in zip("ab", alone, strict=True)}
@@ -510,12 +511,12 @@ def test_a_stream_outlives_the_unloading_of_its_adapter(small: Path) -> None:
                     with pytest.raises(PenstockError, match="not loaded"):
                         await llm.unload_lora_adapter("a")
                     await llm.load_lora_adapter("a", small / "b")
-                    *_, other = [one async for one in llm.generate(prompt, params, lora_request=LoRARequest("a"))]
+                    *_, other = [new async for new in llm.generate(prompt, params, lora_request=LoRARequest("a"))]
                     assert other.outputs[0].token_ids == expected["b"]
                 last = output
             assert last.outputs[0].token_ids == expected["a"]
-            plain, own = await asyncio.gather(llm.embed(prompt), llm.embed(prompt, lora_request=LoRARequest("a")))
-            assert plain.outputs != own.outputs
+            plain, adapted = await asyncio.gather(llm.embed(prompt), llm.embed(prompt, lora_request=LoRARequest("a")))
+            assert plain.outputs != adapted.outputs
             async for output in llm.generate(prompt, params, lora_request=LoRARequest("b")):
                 assert output.outputs[0].failure is not None
                 assert output.outputs[0].failure.code is Code.NOT_FOUND

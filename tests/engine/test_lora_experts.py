@@ -1,4 +1,4 @@
-"""Adapters of experts against PEFT, on random weights."""
+"""LoRA adapters of experts, of random weights, compared with PEFT."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with ``ADAPTERS``, whose weights are large enough to change what is said."""
+    """Model with the adapters ``ADAPTERS``, whose weights are large enough to change the output."""
     folder = tmp_path_factory.mktemp("base")
     save(CONFIGS[request.param], folder)
     for seed, (name, config) in enumerate(ADAPTERS.items()):
@@ -67,7 +67,7 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-def draw(seed: int, length: int) -> list[int]:
+def random_prompt(seed: int, length: int) -> list[int]:
     rng = Random(seed)
     return [rng.randrange(2, 300) for _ in range(length)]
 
@@ -82,37 +82,37 @@ def log_probabilities(base: Path, adapter: Path | None, tokens: list[int]) -> to
 
 
 @pytest.mark.parametrize("ops", ["reference", "cpu"])
-def test_scores_and_greedy_tokens_are_pefts(base: Path, ops: str) -> None:
-    """All adapters and none in one batch, in chunks."""
+def test_logprobs_and_greedy_tokens_equal_peft(base: Path, ops: str) -> None:
+    """All adapters and no adapter in one batch, with chunked prefill."""
     llm = LLM(base, dtype="float32", ops=ops, enable_lora=True, max_num_batched_tokens=50, **OPTIONS)
     requests = [*(LoRARequest(name, i, str(base / name)) for i, name in enumerate(ADAPTERS, 1)), None]
-    prompts = [draw(0, 40) for _ in requests]
+    prompts = [random_prompt(0, 40) for _ in requests]
     params = SamplingParams(temperature=0, max_tokens=6, logprobs=2, prompt_logprobs=2, ignore_eos=True)
     outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=requests)
-    said = set()
+    distinct_outputs = set()
     for prompt, request, output in zip(prompts, requests, outputs, strict=True):
         (made,) = output.outputs
         table = log_probabilities(base, Path(request.lora_path) if request else None, prompt + made.token_ids)
         assert table[len(prompt) - 1 : -1].argmax(-1).tolist() == made.token_ids
-        told = [*(output.prompt_logprobs or [])[1:], *(made.logprobs or [])]
-        for row, position in zip(table, told, strict=False):
+        logprobs = [*(output.prompt_logprobs or [])[1:], *(made.logprobs or [])]
+        for row, position in zip(table, logprobs, strict=False):
             assert position
             for token_id, found in position.items():
                 assert found.logprob == pytest.approx(row[token_id].item(), abs=1e-4)
-        said.add(tuple(made.token_ids))
-    assert len(said) == len(requests), "each of them says something else"
+        distinct_outputs.add(tuple(made.token_ids))
+    assert len(distinct_outputs) == len(requests), "two adapters gave the same output"
 
 
 @pytest.mark.parametrize("options", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"quantization": "w8a8"}], ids=str)
-def test_every_request_has_the_same_bits_in_any_batch(base: Path, options: dict[str, Any]) -> None:
-    """Those without an adapter have the bits of a model without adapters, and those with one for attention alone the
-    bits that they have where no adapter of experts is loaded."""
+def test_bits_do_not_depend_on_batch_and_other_adapters(base: Path, options: dict[str, Any]) -> None:
+    """Requests without an adapter have the bits of the base model. Requests with an adapter of attention only have the
+    bits that they have if no adapter of experts is loaded."""
     params = SamplingParams(temperature=0, max_tokens=6, logprobs=5, prompt_logprobs=5, ignore_eos=True)
-    prompts = [draw(seed, 10 + 7 * seed) for seed in range(2)]
+    prompts = [random_prompt(seed, 10 + 7 * seed) for seed in range(2)]
 
     def ask(llm: LLM, names: list[str | None]) -> list[Any]:
-        asked = [(prompt, LoRARequest(name) if name else None) for name in names for prompt in prompts]
-        outputs = llm.generate([p for p, _ in asked], params, use_tqdm=False, lora_request=[r for _, r in asked])
+        requests = [(prompt, LoRARequest(name) if name else None) for name in names for prompt in prompts]
+        outputs = llm.generate([p for p, _ in requests], params, use_tqdm=False, lora_request=[r for _, r in requests])
         return [(output.outputs, output.prompt_logprobs) for output in outputs]
 
     plain = ask(LLM(base, **options, **OPTIONS), [None])
@@ -131,7 +131,7 @@ def test_every_request_has_the_same_bits_in_any_batch(base: Path, options: dict[
 
 
 def separate(base: Path, folder: Path) -> None:
-    """The adapter "both" as one of separate modules, with the names of the checkpoint's matrices."""
+    """Save the adapter "both" with a module for each expert, under the names of the checkpoint's matrices."""
     config = json.loads((base / "both" / "adapter_config.json").read_text())
     mixtral = json.loads((base / "config.json").read_text())["model_type"] == "mixtral"
     module, projections = (
@@ -142,9 +142,9 @@ def separate(base: Path, folder: Path) -> None:
         if ".experts." not in key:
             made[key] = a
         elif key.endswith(".lora_A.weight"):
-            whole = key.removesuffix(".lora_A.weight")
-            b, rank = tensors[f"{whole}.lora_B.weight"], config["r"]
-            name = whole.removesuffix(".base_layer").replace("mlp.experts", f"{module}.experts")
+            prefix = key.removesuffix(".lora_A.weight")
+            b, rank = tensors[f"{prefix}.lora_B.weight"], config["r"]
+            name = prefix.removesuffix(".base_layer").replace("mlp.experts", f"{module}.experts")
             for expert in range(len(a) // rank):
                 parts = b[:, expert :: len(a) // rank].chunk(1 if len(b) == 64 else 2)
                 for projection, part in zip(projections[2:] if len(b) == 64 else projections[:2], parts, strict=True):
@@ -157,8 +157,8 @@ def separate(base: Path, folder: Path) -> None:
 
 
 def exchange(base: Path, folder: Path) -> None:
-    """The adapter "both" as PEFT saves it where it takes outputs of the parameters for inputs, as it has done. Also
-    under the names of models that see images."""
+    """Save the adapter "both" as versions of PEFT that took the parameters' outputs for inputs, and under the names of
+    models with image input."""
     shutil.copytree(base / "both", folder)
     tensors = load_file(folder / "adapter_model.safetensors")
     for key in [key for key in tensors if ".experts." in key and key.endswith(".lora_A.weight")]:
@@ -181,15 +181,15 @@ def exchange(base: Path, folder: Path) -> None:
     indirect=["base"],
     ids=str,
 )
-def test_other_forms_of_an_adapter_say_the_same(base: Path, tmp_path: Path, options: dict[str, Any]) -> None:
-    """Matrices of separate experts, and those with inputs and outputs exchanged. Also on two ranks."""
+def test_other_formats_of_an_adapter_give_same_outputs(base: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    """Matrices of separate experts, and matrices with inputs and outputs exchanged. Also on two ranks."""
     separate(base, tmp_path / "separate")
     exchange(base, tmp_path / "exchanged")
     modules = (f"both={base / 'both'}", *(f"{name}={tmp_path / name}" for name in ("separate", "exchanged")))
     llm = LLM(base, dtype="float32", lora_modules=modules, **options, **OPTIONS)
     params = SamplingParams(temperature=0, max_tokens=6, logprobs=2, prompt_logprobs=2, ignore_eos=True)
     requests = [LoRARequest(name) for name in ("both", "separate", "exchanged")]
-    prompt = draw(0, 40)
+    prompt = random_prompt(0, 40)
     both, *others = llm.generate([prompt] * 3, params, use_tqdm=False, lora_request=requests)
     for other in others:
         assert (other.outputs, other.prompt_logprobs) == (both.outputs, both.prompt_logprobs)
@@ -202,38 +202,38 @@ def test_other_forms_of_an_adapter_say_the_same(base: Path, tmp_path: Path, opti
             assert found.logprob == pytest.approx(row[token_id].item(), abs=1e-4)
 
 
-def test_what_does_not_fit_is_refused_by_name(base: Path, tmp_path: Path) -> None:
+def test_invalid_expert_adapter_is_refused_with_reason(base: Path, tmp_path: Path) -> None:
     llm = LLM(base, enable_lora=True, max_lora_rank=4, **OPTIONS)
 
-    def refused(words: str, code: Code, parameters: list[str], change: Any = None, llm: LLM = llm) -> None:
+    def refused(message: str, code: Code, parameters: list[str], change: Any = None, llm: LLM = llm) -> None:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
         config = json.loads((base / "both" / "adapter_config.json").read_text())
         (folder / "adapter_config.json").write_text(json.dumps(config | {"target_parameters": parameters}))
         tensors = load_file(base / "both" / "adapter_model.safetensors")
-        of_experts = sorted(key for key in tensors if ".experts." in key)
+        expert_keys = sorted(key for key in tensors if ".experts." in key)
         if change:
-            change(tensors, of_experts)
+            change(tensors, expert_keys)
         save_file(tensors, folder / "adapter_model.safetensors")
-        with pytest.raises(PenstockError, match=words) as error:
+        with pytest.raises(PenstockError, match=message) as error:
             llm.load_lora_adapter("a", folder)
         assert error.value.failure.code == code
 
     def shorten(tensors: dict[str, Any], keys: list[str]) -> None:
         tensors[keys[0]] = tensors[keys[0]][:, :-1].contiguous()
 
-    def halve(tensors: dict[str, Any], keys: list[str]) -> None:
+    def remove_first(tensors: dict[str, Any], keys: list[str]) -> None:
         del tensors[keys[0]]
 
     refused("target_parameters .*gate.weight", Code.UNSUPPORTED, ["mlp.gate.weight"])
     refused("does not fit", Code.UNSUPPORTED, BOTH, shorten)
-    refused("does not fit", Code.UNSUPPORTED, BOTH, halve)
+    refused("does not fit", Code.UNSUPPORTED, BOTH, remove_first)
     with pytest.raises(PenstockError, match=r"rank 6 .* \(max_lora_rank\)"):
         llm.load_lora_adapter("a", base / "patterns")
 
 
 @pytest.mark.parametrize("base", ["qwen3-moe"], indirect=True)
-def test_expert_parallelism_refuses_them_by_name(base: Path) -> None:
+def test_expert_parallelism_refuses_expert_adapters(base: Path) -> None:
     llm = LLM(base, enable_lora=True, tensor_parallel_size=2, enable_expert_parallel=True, **OPTIONS)
     llm.load_lora_adapter("attention", base / "attention")
     with pytest.raises(PenstockError, match="without enable_expert_parallel"):
@@ -241,7 +241,7 @@ def test_expert_parallelism_refuses_them_by_name(base: Path) -> None:
 
 
 @pytest.mark.parametrize("base", ["qwen3-moe"], indirect=True)
-def test_they_stay_when_weights_change(base: Path, tmp_path: Path) -> None:
+def test_expert_adapters_stay_after_weight_update(base: Path, tmp_path: Path) -> None:
     changed = tmp_path / "changed"
     shutil.copytree(base, changed)
     tensors = load_file(base / "model.safetensors")
@@ -252,7 +252,7 @@ def test_they_stay_when_weights_change(base: Path, tmp_path: Path) -> None:
 
     def ask(llm: LLM) -> list[Any]:
         chosen = [LoRARequest("both"), None]
-        outputs = llm.generate([draw(0, 40)] * 2, params, use_tqdm=False, lora_request=chosen)
+        outputs = llm.generate([random_prompt(0, 40)] * 2, params, use_tqdm=False, lora_request=chosen)
         return [output.outputs[0].logprobs for output in outputs]
 
     llm = LLM(base, **options)

@@ -1,4 +1,4 @@
-"""Drafts of MTP layers beside the candidates of transformers' ``generate(use_mtp=True)``."""
+"""Drafts of MTP layers, compared with the candidates of transformers' ``generate(use_mtp=True)``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEW_TOKENS = 12
 
 
 def add_mtp_layer(folder: Path, config: PreTrainedConfig) -> str:
-    """Add a random MTP layer after the last one; returns the beginning of its tensors' names."""
+    """Add a random MTP layer after the last layer; return the prefix of its tensors' names."""
     torch.manual_seed(4)
     tensors = load_file(folder / "model.safetensors")
     size, last = config.hidden_size, config.num_hidden_layers - 1
@@ -43,13 +43,15 @@ def add_mtp_layer(folder: Path, config: PreTrainedConfig) -> str:
     [DeepseekV3Config(**LATENT_CONFIG, num_mtp_layers=1), Glm4MoeConfig(**SMALL, **EXPERTS, num_mtp_layers=1)],
     ids=lambda config: config.model_type,
 )
-def test_drafts_are_the_librarys_candidates(
+def test_mtp_drafts_equal_candidates_of_transformers(
     config: PreTrainedConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(config, tmp_path)
     name = add_mtp_layer(tmp_path, config)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    model._keys_to_ignore_on_load_unexpected = [rf"{name}\."]  # the library has the numbers of published checkpoints
+    model._keys_to_ignore_on_load_unexpected = [
+        rf"{name}\."
+    ]  # transformers lists the layer numbers of published checkpoints
     candidates: dict[tuple[int, ...], list[int]] = {}
     compute = MTPCandidateGenerator.get_candidates
 
@@ -75,7 +77,7 @@ def test_drafts_are_the_librarys_candidates(
         max_model_len=256,
     ).engine
     compared = 0
-    for prompt, whole in zip(PROMPTS, expected, strict=True):
+    for prompt, output in zip(PROMPTS, expected, strict=True):
         params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
         engine.add(EngineRequest(request_id="one", prompt=prompt, sampling=params))
         tokens = list(prompt)
@@ -86,5 +88,5 @@ def test_drafts_are_the_librarys_candidates(
             for draft in [item.draft for item in engine.last_plan.scheduled if item.draft]:
                 assert list(draft) == candidates[before]
                 compared += 1
-        assert tokens == whole
+        assert tokens == output
     assert compared > 30

@@ -1,5 +1,5 @@
-"""Several nodes, in network namespaces, compute what one rank computes, bit by bit. One that is killed, stopped or cut
-off is named, and ends the engine, which starts again with the node."""
+"""Engines on several nodes (network namespaces) give the bits of one rank. A node that is killed, stopped or
+disconnected is named in the error and ends the engine, which starts again with the node."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from checkpoints import SMALL, save
 from namespaces import Namespaces
 from serving import Served, worker_pids
 from test_downloads import Command
-from test_executors import lost, request, run
+from test_executors import lose_worker, request, run
 from test_hub import NEW, Hub
-from test_ranks import HEADS, OPTIONS, Failing, Grid, parallel, ranks, results, tokens
+from test_ranks import HEADS, OPTIONS, FaultInjector, Grid, parallel, ranks, results, tokens
 from test_ranks import checkpoint as checkpoint  # the fixture
 from test_seed_paddlenlp import PORTS, SEVERAL, START, Terminal
 from test_speculation import with_head
@@ -51,10 +51,10 @@ from penstock.engine.executor.rendezvous import Listener
 from penstock.parallel import Shard
 
 pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
-from penstock.parallel.shared_memory import PeerLink, SharedMemoryGroup, create_memory  # which needs the kernels
+from penstock.parallel.shared_memory import PeerLink, SharedMemoryGroup, create_memory  # needs the kernels
 
 TIMEOUT = 4.0
-"""``engine_iteration_timeout``."""
+"""``engine_iteration_timeout`` in seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def machines() -> Iterator[Namespaces]:
 
 @pytest.fixture(scope="module", autouse=True)
 def secret(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where the cluster's secret is kept: all machines have one file system."""
+    """Path of the cluster's secret; all machines share a file system."""
     folder = tmp_path_factory.mktemp("config")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(folder))
@@ -88,7 +88,7 @@ def options_of(checkpoint: Path, grid: Grid, nnodes: int, **more: Any) -> dict[s
 
 
 def node(machines: Namespaces, rank: int, options: dict[str, Any], **environment: str) -> Served:
-    """A node's process, as its user starts it."""
+    """Start the process of a node as its user does."""
     flags = []
     for name, value in (options | {"node_rank": rank}).items():
         flag = f"--{name.replace('_', '-')}"
@@ -99,7 +99,7 @@ def node(machines: Namespaces, rank: int, options: dict[str, Any], **environment
 
 @contextmanager
 def nodes(machines: Namespaces, options: dict[str, Any], **environment: str) -> Iterator[list[Served]]:
-    """All but the first. They end with SIGTERM."""
+    """Start all nodes but the first; end them with SIGTERM."""
     started = [node(machines, rank, options, **environment) for rank in range(1, options["nnodes"])]
     try:
         yield started
@@ -120,7 +120,7 @@ def engine_on(machines: Namespaces, options: dict[str, Any]) -> Engine:
 @pytest.mark.parametrize(
     ("grid", "nnodes"),
     [
-        ((3, 2), 3),  # stages of two nodes each, and a node of two stages
+        ((3, 2), 3),  # each stage is on two nodes, and one node has two stages
         pytest.param((1, 2), 2, marks=pytest.mark.thorough),
         pytest.param((2, 1), 2, marks=pytest.mark.thorough),
         pytest.param((4, 1), 2, marks=pytest.mark.thorough),
@@ -130,13 +130,11 @@ def engine_on(machines: Namespaces, options: dict[str, Any]) -> Engine:
     ],
 )
 @pytest.mark.usefixtures("shared_secret")
-def test_any_number_of_nodes_gives_the_same_bits(
-    machines: Namespaces, checkpoint: Path, grid: Grid, nnodes: int
-) -> None:
-    own = {"enable_lora": True, "max_model_len": 0, "quantization": "w8a8", "dtype": "bfloat16", "swap_space": 0.1}
-    options = options_of(checkpoint, grid, nnodes, **own, engine_iteration_timeout=60.0)
-    kept = {name: options[name] for name in (*OPTIONS, *own)}
-    expected = results(LLM(checkpoint, **kept), checkpoint / "adapter")
+def test_nodes_give_bits_of_one_rank(machines: Namespaces, checkpoint: Path, grid: Grid, nnodes: int) -> None:
+    engine = {"enable_lora": True, "max_model_len": 0, "quantization": "w8a8", "dtype": "bfloat16", "swap_space": 0.1}
+    options = options_of(checkpoint, grid, nnodes, **engine, engine_iteration_timeout=60.0)
+    single = {name: options[name] for name in (*OPTIONS, *engine)}
+    expected = results(LLM(checkpoint, **single), checkpoint / "adapter")
     with nodes(machines, options):
         with machines.inside(0):
             llm = LLM(**options)
@@ -147,33 +145,35 @@ def test_any_number_of_nodes_gives_the_same_bits(
         llm.engine.close()
 
 
-def test_who_talks_to_whom() -> None:
+def test_connections_cover_all_communicating_ranks() -> None:
     for size, stages, nnodes in ((1, 2, 2), (2, 1, 2), (3, 2, 3), (2, 2, 2), (4, 3, 6), (3, 4, 2), (6, 1, 3)):
         ranks = ranks_of(size, stages, nnodes)
         pairs = set(connections(ranks))
         assert [rank.world_rank for rank in ranks] == list(range(size * stages))
         for rank in ranks:
             others = {other.node for other in ranks if other.stage == rank.stage} - {rank.node}
-            assert {other.node for other in ranks if rank.sends_to(other)} == others, "one of each other node"
+            assert {other.node for other in ranks if rank.sends_to(other)} == others, (
+                "a rank sends to one rank of each other node of its stage"
+            )
             for other in ranks:
-                talk = rank.sends_to(other) or (rank.precedes(other) and rank.node != other.node)
-                assert not talk or tuple(sorted((rank.world_rank, other.world_rank))) in pairs
+                communicate = rank.sends_to(other) or (rank.precedes(other) and rank.node != other.node)
+                assert not communicate or tuple(sorted((rank.world_rank, other.world_rank))) in pairs
 
 
 HEADER = struct.Struct("<Qqqqqii")
-"""Place, offset, bytes of a row, stride, rows; whether rows are numbered; whether the step has failed."""
+"""Place, offset, bytes of a row, stride, number of rows; flags: rows are numbered, the step has failed."""
 FIRST_PLACE = (1 << 24) + 1
 """The first barrier of the first step."""
 
 
 @contextmanager
 def group_of_two() -> Iterator[tuple[SharedMemoryGroup, socket.socket]]:
-    """One rank of two, and the other node's end of the connection between them."""
+    """Group of one of two ranks, and the other node's end of the connection between them."""
     memory = create_memory()
-    own, other = socket.socketpair()
+    local, other = socket.socketpair()
     try:
-        with own, other:
-            yield SharedMemoryGroup(memory, 0, 2, timeout=10, links=[PeerLink(own.fileno(), 1, True, True)]), other
+        with local, other:
+            yield SharedMemoryGroup(memory, 0, 2, timeout=10, links=[PeerLink(local.fileno(), 1, True, True)]), other
     finally:
         os.close(memory)
 
@@ -182,7 +182,7 @@ def gather(group: SharedMemoryGroup) -> Tensor:
     return group.all_gather(lambda out: out.fill_(1.0), 3, Shard(0, 2, 4), torch.float32)  # type: ignore[union-attr]
 
 
-def test_outputs_of_another_node_come_in_pieces() -> None:
+def test_fragmented_outputs_of_another_node_are_gathered() -> None:
     with group_of_two() as (group, other):
         with group.step():
             rows = np.arange(6, dtype=np.float32).reshape(3, 2)
@@ -204,17 +204,17 @@ def test_outputs_of_another_node_come_in_pieces() -> None:
 @pytest.mark.parametrize(
     "header",
     [
-        (FIRST_PLACE, 0, 8, 16, 3, 0, 0),  # over the ranks' places
+        (FIRST_PLACE, 0, 8, 16, 3, 0, 0),  # overwrites the ranks' places
         (FIRST_PLACE, 2**36 - 8, 8, 16, 3, 0, 0),
         (FIRST_PLACE, 4096, 8, 2**62, 3, 0, 0),
         (FIRST_PLACE, 4096, 8, -16, 3, 0, 0),
         (FIRST_PLACE, 4096, 2**61, 16, 8, 0, 0),
         (FIRST_PLACE, 4096, 8, 16, 2**61, 0, 0),
         (FIRST_PLACE, -8, 8, 16, 3, 0, 0),
-        (FIRST_PLACE, 4096, 8, 8, 3, 1, 0),  # with negative numbers of rows
+        (FIRST_PLACE, 4096, 8, 8, 3, 1, 0),  # negative row numbers
     ],
 )
-def test_what_does_not_fit_into_the_memory_is_a_lost_connection(header: tuple[int, ...]) -> None:
+def test_message_outside_shared_memory_is_a_lost_connection(header: tuple[int, ...]) -> None:
     with group_of_two() as (group, other):
         other.sendall(HEADER.pack(*header) + b"\xff" * 100)
         with pytest.raises(ConnectionError, match="lost the connection to rank 1 of the group"), group.step():
@@ -226,7 +226,7 @@ def test_what_does_not_fit_into_the_memory_is_a_lost_connection(header: tuple[in
 
 @pytest.mark.parametrize("grid", [(2, 1), pytest.param((1, 2), marks=pytest.mark.thorough)])
 @pytest.mark.usefixtures("shared_secret")
-def test_a_node_that_is_lost_is_named_and_comes_back(machines: Namespaces, checkpoint: Path, grid: Grid) -> None:
+def test_lost_node_is_named_and_rejoins(machines: Namespaces, checkpoint: Path, grid: Grid) -> None:
     options = options_of(checkpoint, grid, 2)
 
     def kill_rank(served: Served, pids: list[int]) -> None:
@@ -238,35 +238,35 @@ def test_a_node_that_is_lost_is_named_and_comes_back(machines: Namespaces, check
     def stop_node(served: Served, pids: list[int]) -> None:
         os.kill(served.pid, signal.SIGSTOP)
 
-    def cut(served: Served, pids: list[int]) -> None:
+    def disconnect(served: Served, pids: list[int]) -> None:
         machines.connect(1, False)
 
     def kill_node(served: Served, pids: list[int]) -> None:
         os.kill(served.pid, signal.SIGKILL)
 
-    def kill_own_rank(served: Served, pids: list[int]) -> None:
+    def kill_local_rank(served: Served, pids: list[int]) -> None:
         os.kill(pids[0], signal.SIGKILL)
 
     failures: list[tuple[Callable[[Served, list[int]], None], str]] = [
         (kill_rank, r"the worker of rank 1 \(process {1}\) of node 1 \(.*, 10.0.0.2\) ended: killed by SIGKILL"),
         (stop_rank, r"the worker of rank 1 \(process {1}\) of node 1 \(.*, 10.0.0.2\) has not answered in time"),
-        (kill_own_rank, r"the worker of rank 0 \(process {0}\) ended: killed by SIGKILL"),
+        (kill_local_rank, r"the worker of rank 0 \(process {0}\) ended: killed by SIGKILL"),
         (stop_node, r"node 1 \(.*, 10.0.0.2\) has not answered in time"),
-        (cut, r"the connection to node 1 \(.*, 10.0.0.2\) is lost: connection timed out"),
+        (disconnect, r"the connection to node 1 \(.*, 10.0.0.2\) is lost: connection timed out"),
         (kill_node, r"the connection to node 1 \(.*, 10.0.0.2\) is lost: (it was closed|connection reset)"),
     ]
     with nodes(machines, options) as (served,):
         expected = None
-        for fail, words in failures:
+        for fail, pattern in failures:
             with closing(engine_on(machines, options)) as engine:
                 expected = expected or tokens(engine, 4)
                 assert tokens(engine, 4) == expected
                 pids = engine._executor.pids  # type: ignore[attr-defined]
                 begun = time.monotonic()
-                message = lost(engine, lambda: fail(served, pids))  # noqa: B023
+                message = lose_worker(engine, lambda: fail(served, pids))  # noqa: B023
                 assert time.monotonic() - begun < 3 * TIMEOUT
-                assert re.search(words.format(*pids), message), message
-                if fail is cut:
+                assert re.search(pattern.format(*pids), message), message
+                if fail is disconnect:
                     served.find("lost node 0 .*: connection timed out")
                 machines.connect(1, True)
                 if served.running:
@@ -274,51 +274,51 @@ def test_a_node_that_is_lost_is_named_and_comes_back(machines: Namespaces, check
                 deadline = time.monotonic() + 30
                 while (left := worker_pids(served.pid)) and time.monotonic() < deadline:
                     time.sleep(0.01)
-                assert not left, "no rank is left on the other node"
+                assert not left, "a rank is left on the other node"
                 assert not any(Path(f"/proc/{pid}").exists() for pid in pids[:1])
         served.kill()
 
 
 @pytest.mark.usefixtures("shared_secret")
-def test_a_step_that_fails_on_one_node_fails_on_all(
+def test_step_failing_on_one_node_fails_on_all(
     machines: Namespaces, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nothing else does: the ranks meet again in the next step."""
+    """Nothing else fails: all ranks compute the next step together."""
     options = options_of(checkpoint, (2, 1), 2, engine_iteration_timeout=30.0)
     with ranks(checkpoint, (1, 1)) as (engine, _):
         expected = {n: tokens(engine, n) for n in (1, 2, 8)}
     copy_blocks = "penstock.ops.cpu:copy_blocks"
-    failing = Failing(tmp_path, monkeypatch, copy_blocks)
+    injector = FaultInjector(tmp_path, monkeypatch, copy_blocks)
     with nodes(machines, options), closing(engine_on(machines, options)) as engine:
         pids = engine._executor.pids  # type: ignore[attr-defined]
         for rank in (1, 0):
             engine.add(request("failing", n=4))
-            failing.fail(pids[rank], copy_blocks)
+            injector.fail(pids[rank], copy_blocks)
             failed = [delta.failure for delta in run(engine) if delta.finished]
             assert [failure and failure.code for failure in failed] == [Code.INTERNAL] * 4
             assert engine.failure is None
             assert {n: tokens(engine, n) for n in (1, 8, 2)} == expected
         os.kill(pids[1], signal.SIGKILL)
-        while engine.failure is None:  # also while it is idle: statistics ask all ranks
+        while engine.failure is None:  # an idle engine notices, too: all ranks are asked for statistics
             assert engine.gpu_memory == 0
         assert f"process {pids[1]}) of node 1" in engine.failure.message
 
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("shared_secret")
-def test_nodes_that_lose_each_other_end_the_engine(machines: Namespaces, checkpoint: Path) -> None:
-    """While node 0 still reaches both; it does not start again then."""
+def test_disconnected_nodes_end_the_engine(machines: Namespaces, checkpoint: Path) -> None:
+    """Node 0 still reaches both, but the engine cannot start until they reach each other."""
     options = options_of(checkpoint, (3, 1), 3)
     with nodes(machines, options):
         try:
             with closing(engine_on(machines, options)) as engine:
                 assert tokens(engine, 1)
                 begun = time.monotonic()
-                message = lost(engine, lambda: machines.separate(1, 2))
+                message = lose_worker(engine, lambda: machines.separate(1, 2))
                 assert time.monotonic() - begun < 3 * TIMEOUT
                 assert re.search("rank [12] .* of node [12] .* has not answered in time", message), message
-            words = "a node was lost while ranks were started: node 2 .*: node 1 at 10.0.0.2:[0-9]+ cannot be reached"
-            with pytest.raises(PenstockError, match=words):
+            message = "a node was lost while ranks were started: node 2 .*: node 1 at 10.0.0.2:[0-9]+ cannot be reached"
+            with pytest.raises(PenstockError, match=message):
                 engine_on(machines, options)
         finally:
             machines.separate(1, 2, False)
@@ -327,8 +327,8 @@ def test_nodes_that_lose_each_other_end_the_engine(machines: Namespaces, checkpo
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("shared_secret")
-def test_nodes_draft_together(machines: Namespaces, tmp_path: Path) -> None:
-    folder = with_head(tmp_path, knowing=False)
+def test_drafts_on_several_nodes_keep_tokens(machines: Namespaces, tmp_path: Path) -> None:
+    folder = with_head(tmp_path, accurate=False)
     config = json.dumps({"num_speculative_tokens": 3, "adaptive": False, "method": "mtp"})
     with ranks(folder, (1, 1)) as (engine, _):
         expected = {n: tokens(engine, n) for n in (1, 2, 8)}
@@ -341,10 +341,10 @@ def test_nodes_draft_together(machines: Namespaces, tmp_path: Path) -> None:
 # --- The start --------------------------------------------------------------------------------------------------------
 
 
-def test_nodes_that_do_not_fit_are_refused(
+def test_mismatched_nodes_are_refused(
     machines: Namespaces, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one sentence each; node 0 waits for one that does, or ends with a sentence, too."""
+    """Each with a message. Node 0 waits for a matching node, or ends with a message after ``node_timeout``."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "own"))
     options = options_of(checkpoint, (2, 1), 2)
     with pytest.raises(PenstockError, match=r"cluster-secret cannot be read .No such file.*copy the file of node 0"):
@@ -370,7 +370,7 @@ def test_nodes_that_do_not_fit_are_refused(
         ({"model": str(other)}, "its checkpoint differs from node 0's"),
         ({"cluster_secret_file": str(readable)}, "is accessible to other users: chmod 600"),
     ]
-    started = [(node(machines, 1, options | different), words) for different, words in refused]
+    started = [(node(machines, 1, options | different), message) for different, message in refused]
     wrong_secret = tmp_path / "wrong-secret"
     wrong_secret.write_text("another secret of the tests")
     wrong_secret.chmod(0o600)
@@ -378,10 +378,10 @@ def test_nodes_that_do_not_fit_are_refused(
         (node(machines, 1, options | {"cluster_secret_file": str(wrong_secret)}), "has another cluster secret")
     )
     (tmp_path / "sitecustomize.py").write_text("import penstock.version\npenstock.version.__version__ = '9.9'\n")
-    another = node(machines, 1, options, PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    started.append((another, "it runs Penstock 9.9, and node 0 runs"))
-    for served, words in started:
-        served.find(re.escape(words))
+    other_version = node(machines, 1, options, PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    started.append((other_version, "it runs Penstock 9.9, and node 0 runs"))
+    for served, message in started:
+        served.find(re.escape(message))
         assert served.ended() == 2
         served.kill()
     with nodes(machines, options):
@@ -396,17 +396,17 @@ def test_nodes_that_do_not_fit_are_refused(
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("shared_secret")
-def test_a_node_that_would_give_other_bits_is_refused(machines: Namespaces, checkpoint: Path) -> None:
+def test_node_with_other_fingerprint_is_refused(machines: Namespaces, checkpoint: Path) -> None:
     options = options_of(checkpoint, (2, 1), 2)
-    words = r"rank 1 .* of node 1 .* differs from rank 0: fingerprint .*portable.* there and "
-    with nodes(machines, options, PENSTOCK_ISA="portable"), pytest.raises(PenstockError, match=words):
+    message = r"rank 1 .* of node 1 .* differs from rank 0: fingerprint .*portable.* there and "
+    with nodes(machines, options, PENSTOCK_ISA="portable"), pytest.raises(PenstockError, match=message):
         engine_on(machines, options)
 
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("shared_secret")
-def test_a_node_that_comes_twice_waits_until_the_first_is_gone(machines: Namespaces, checkpoint: Path) -> None:
-    """As after a cut of the network that node 0 has not noticed."""
+def test_second_node_of_same_rank_waits_for_end_of_first(machines: Namespaces, checkpoint: Path) -> None:
+    """As after a network failure that node 0 has not noticed."""
     options = options_of(checkpoint, (3, 1), 3)
     engines: list[Engine] = []
     waiting = threading.Thread(target=lambda: engines.append(engine_on(machines, options)))
@@ -429,7 +429,7 @@ def test_a_node_that_comes_twice_waits_until_the_first_is_gone(machines: Namespa
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"nnodes": 2}, "1 ranks .* cannot be divided among 2 nodes"),
         ({"nnodes": 2, "tensor_parallel_size": 3}, "3 ranks .* cannot be divided among 2 nodes"),
@@ -444,20 +444,18 @@ def test_a_node_that_comes_twice_waits_until_the_first_is_gone(machines: Namespa
     ],
 )
 @pytest.mark.usefixtures("shared_secret")
-def test_nodes_that_cannot_be_are_refused_with_a_sentence(
-    checkpoint: Path, options: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(PenstockError, match=words):
+def test_invalid_node_options_are_refused(checkpoint: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PenstockError, match=message):
         Engine(EngineOptions(model=str(checkpoint), **OPTIONS | options))
 
 
-def test_processes_that_make_the_secret_at_the_same_time_have_the_same(
+def test_processes_creating_the_secret_concurrently_get_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    together = threading.Barrier(8)
+    barrier = threading.Barrier(8)
 
     def read(_: int) -> bytes:
-        together.wait()
+        barrier.wait()
         return read_secret("", make=True)
 
     with ThreadPoolExecutor(8) as threads:
@@ -468,7 +466,7 @@ def test_processes_that_make_the_secret_at_the_same_time_have_the_same(
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
-def test_strangers_learn_nothing_and_hold_up_nobody() -> None:
+def test_unauthenticated_connections_get_nothing_and_block_nobody() -> None:
     listener = Listener("127.0.0.1", 0, b"a secret of the tests")
     address = "127.0.0.1", listener.port
     try:
@@ -478,7 +476,7 @@ def test_strangers_learn_nothing_and_hold_up_nobody() -> None:
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", (2**60).to_bytes(8, "little") + bytes(100), bytes(12), deep):
             with socket.create_connection(address, 10) as stranger:
                 stranger.sendall(garbage)
-                while stranger.recv(4096):  # the challenge, and then nothing
+                while stranger.recv(4096):  # the challenge, then the end
                     pass
         with pytest.raises(SecretError, match="another cluster secret"):
             connect(address, b"another secret")
@@ -500,7 +498,7 @@ def test_strangers_learn_nothing_and_hold_up_nobody() -> None:
         connect(address, b"a secret of the tests")
 
 
-def test_a_server_of_another_kind_is_no_node() -> None:
+def test_other_server_is_refused_as_node() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor() as threads:
         connecting = threads.submit(connect, server.getsockname(), b"a secret of the tests")
         connected, _ = server.accept()
@@ -510,7 +508,7 @@ def test_a_server_of_another_kind_is_no_node() -> None:
                 connecting.result()
 
 
-def test_nodes_are_accepted_after_a_time_without_descriptors(caplog: pytest.LogCaptureFixture) -> None:
+def test_nodes_are_accepted_after_descriptors_ran_out(caplog: pytest.LogCaptureFixture) -> None:
     listener, limits = Listener("127.0.0.1", 0, b"a secret of the tests"), resource.getrlimit(resource.RLIMIT_NOFILE)
     address, held = ("127.0.0.1", listener.port), []
     with closing(listener), socket.socket() as early:
@@ -532,8 +530,8 @@ def test_nodes_are_accepted_after_a_time_without_descriptors(caplog: pytest.LogC
 
 
 @pytest.mark.parametrize("timeout", [0.1, 1e6, 1e12, float("inf")])
-def test_a_connection_may_have_any_timeout(timeout: float) -> None:
-    """Also where it is more than the kernel can be told."""
+def test_keep_alive_accepts_any_timeout(timeout: float) -> None:
+    """Also above the kernel's maximum."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         closing(NodeLink(socket.create_connection(server.getsockname()))) as link,
@@ -547,13 +545,13 @@ def test_a_connection_may_have_any_timeout(timeout: float) -> None:
 
 @pytest.mark.row("vllm", "--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port", "--headless")
 @pytest.mark.usefixtures("shared_secret")
-def test_a_server_of_two_nodes_survives_one(machines: Namespaces, checkpoint: Path) -> None:
-    """It says whom it waits for. Clients hear of a node that is killed, and are served again once it is back."""
+def test_server_recovers_from_killed_node(machines: Namespaces, checkpoint: Path) -> None:
+    """The log names the missing node. Clients get an error when it is killed, and answers once it is back."""
     flags = ["--model", str(checkpoint), "--dtype", "float32", "--weight-cache-dir", "none", "--max-model-len", "256"]
     flags += ["--num-gpu-blocks-override", "40", "--engine-iteration-timeout", "10", "--master-addr", "10.0.0.1"]
     flags += ["-tp", "2", "--node-timeout", "60", "--master-port", "29555"]
 
-    def second() -> Served:
+    def start_node_1() -> Served:
         with machines.inside(1):
             return Served(*flags, "-n", "2", "-r", "1", "--headless")
 
@@ -563,7 +561,7 @@ def test_a_server_of_two_nodes_survives_one(machines: Namespaces, checkpoint: Pa
     other = None
     try:
         served.find(r"waiting at 10\.0\.0\.1:29555 for node 1 of 2")
-        other = second()
+        other = start_node_1()
         served.start()
         with machines.inside(0), httpx.Client(base_url=served.url) as client:
             expected = client.post("/completions", json=body | {"max_tokens": 20}).json()["choices"]
@@ -576,7 +574,7 @@ def test_a_server_of_two_nodes_survives_one(machines: Namespaces, checkpoint: Pa
             seen = len(served.lines)
             served.find("waiting at .* for node 1 of 2", after=seen - 5)
             other.kill()
-            other = second()
+            other = start_node_1()
             served.find("all 2 nodes have joined", after=seen)
             deadline = time.monotonic() + 60
             while (answer := client.post("/completions", json=body | {"max_tokens": 20})).status_code != 200:
@@ -596,7 +594,7 @@ def test_a_server_of_two_nodes_survives_one(machines: Namespaces, checkpoint: Pa
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("shared_secret")
-def test_nodes_come_back_to_an_engine_that_is_killed(machines: Namespaces, checkpoint: Path) -> None:
+def test_nodes_rejoin_restarted_engine(machines: Namespaces, checkpoint: Path) -> None:
     flags = ["--model", str(checkpoint), "--dtype", "float32", "--weight-cache-dir", "none", "--max-model-len", "256"]
     flags += ["--num-gpu-blocks-override", "40", "--master-addr", "10.0.0.1", "-pp", "2", "--nnodes", "2"]
     started = []
@@ -624,23 +622,23 @@ def test_nodes_come_back_to_an_engine_that_is_killed(machines: Namespaces, check
             each.kill()
 
 
-# --- As other systems start it ----------------------------------------------------------------------------------------
+# --- Started like other systems ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.row("paddlenlp", "MP_NNODE", "POD_IPS", "POD_0_IP", "INTER_PROC_PORT", "start_server")
 @pytest.mark.usefixtures("shared_secret")
-def test_paddlenlp_s_two_nodes_start_as_printed(machines: Namespaces, tmp_path: Path) -> None:
-    """One after the other; devices are those that there are."""
+def test_two_node_commands_of_paddlenlp_work_as_documented(machines: Namespaces, tmp_path: Path) -> None:
+    """With one device per node."""
     several = SEVERAL.replace("MP_NUM=16", "MP_NUM=2").replace("0,1,2,3,4,5,6,7", "0")
     script = f"{PORTS}{several}{START}"
     for folder in ("first", "second"):
         (tmp_path / folder).mkdir()
     terminals = [Terminal(tmp_path / folder) for folder in ("first", "second")]
-    said: dict[int, tuple[int, str]] = {}
+    outputs: dict[int, tuple[int, str]] = {}
 
     def start(rank: int) -> None:
         with machines.inside(rank):
-            said[rank] = terminals[rank].run(script)
+            outputs[rank] = terminals[rank].run(script)
 
     threads = [threading.Thread(target=start, args=(rank,)) for rank in (0, 1)]
     try:
@@ -648,8 +646,10 @@ def test_paddlenlp_s_two_nodes_start_as_printed(machines: Namespaces, tmp_path: 
             thread.start()
         for thread in threads:
             thread.join()
-        assert [said[rank][0] for rank in (0, 1)] == [0, 0], said
-        assert "Ready: process" in said[0][1] and re.search("Ready: process [0-9]+, node 1 of 2", said[1][1]), said
+        assert [outputs[rank][0] for rank in (0, 1)] == [0, 0], outputs
+        assert "Ready: process" in outputs[0][1] and re.search("Ready: process [0-9]+, node 1 of 2", outputs[1][1]), (
+            outputs
+        )
         with machines.inside(0):
             url = terminals[0].printed("http://127.0.0.1:9965/v1/chat/completions")
             answer = httpx.post(url, json={"text": "Hello", "max_dec_len": 2})
@@ -662,7 +662,7 @@ def test_paddlenlp_s_two_nodes_start_as_printed(machines: Namespaces, tmp_path: 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("shared_secret")
 def test_mpirun_starts_and_stops_two_nodes(machines: Namespaces, tmp_path: Path) -> None:
-    """Which it reaches by a program in place of ssh. They share a file system, as clusters may."""
+    """mpirun reaches them by a program instead of ssh. They share a file system, as in some clusters."""
     terminal = Terminal(tmp_path)
     agent = tmp_path / "agent"
     names = " ".join(f"{address}) space={name};;" for address, name in machines.names.items())
@@ -672,12 +672,12 @@ def test_mpirun_starts_and_stops_two_nodes(machines: Namespaces, tmp_path: Path)
     several = SEVERAL.replace("MP_NUM=16", "MP_NUM=2").replace("0,1,2,3,4,5,6,7", "0")
     mpirun = "mpirun -n 2 --map-by node --host 10.0.0.1,10.0.0.2"
     with machines.inside(0):
-        status, said = terminal.run(f"{PORTS}{several}export MODEL_DIR=/models\n{mpirun} start_server")
-        assert status == 0 and said.count("Ready: process") == 2 and "node 1 of 2" in said, said
+        status, output = terminal.run(f"{PORTS}{several}export MODEL_DIR=/models\n{mpirun} start_server")
+        assert status == 0 and output.count("Ready: process") == 2 and "node 1 of 2" in output, output
         url = terminal.printed("http://127.0.0.1:9965/v1/chat/completions")
         assert httpx.post(url, json={"text": "Hello", "max_dec_len": 2}).json()["error_code"] == 0
-        status, said = terminal.run(f"{several}{mpirun} stop_server")
-        assert status == 0 and said.count("Stopped process") >= 2, said
+        status, output = terminal.run(f"{several}{mpirun} stop_server")
+        assert status == 0 and output.count("Stopped process") >= 2, output
 
 
 @pytest.mark.thorough
@@ -699,14 +699,14 @@ def test_torchrun_starts_several_nodes(machines: Namespaces, checkpoint: Path) -
             assert httpx.post(f"{served[0].url}/completions", json=body).status_code == 200
     finally:
         for each in served:
-            each.terminate()  # what it has started is in sessions of their own
+            each.terminate()  # its child processes are in other sessions
         for each in served:
             each.ended()
             each.kill()
 
 
 @pytest.mark.row("fastdeploy", "ips")
-def test_fastdeploy_s_addresses_are_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fastdeploy_ips_set_node_options(capsys: pytest.CaptureFixture[str]) -> None:
     for ips, expected in (
         ("127.0.0.1,198.51.100.1", (2, 0, "127.0.0.1")),
         ("198.51.100.1,127.0.0.1,198.51.100.2", (3, 1, "198.51.100.1")),
@@ -721,9 +721,7 @@ def test_fastdeploy_s_addresses_are_nodes(capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("shared_secret")
-def test_each_node_downloads_the_weights_of_its_stages_and_computes_with_them(
-    machines: Namespaces, tmp_path: Path
-) -> None:
+def test_nodes_download_and_use_only_weights_of_their_stages(machines: Namespaces, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     config = SMALL | HEADS | {"vocab_size": 3584}
     save(Qwen3Config(**config, head_dim=16, sliding_window=None), whole, max_shard_size="100KB")
@@ -732,28 +730,28 @@ def test_each_node_downloads_the_weights_of_its_stages_and_computes_with_them(
     command = Command(tmp_path, hub.url)
     split, tensor_parallel = ("--pipeline-parallel-size", "2", "--dtype", "float32"), ("--tensor-parallel-size", "2")
     try:
-        own = [
+        folders = [
             command.download("org/chat", "--dir", f"{rank}", "--nnodes", "2", "--node-rank", f"{rank}", *split)
             for rank in (0, 1)
         ]
-        status, all_files, said = command.run("org/chat", "--dir", "all", "--nnodes", "2", *tensor_parallel)
+        status, all_files, output = command.run("org/chat", "--dir", "all", "--nnodes", "2", *tensor_parallel)
     finally:
         hub.stop()
-    assert status == 0 and "this node needs all weight files" in said
-    weights = [{path.name for path in folder.glob("*.safetensors")} for folder in (*own, Path(all_files), whole)]
+    assert status == 0 and "this node needs all weight files" in output
+    weights = [{path.name for path in folder.glob("*.safetensors")} for folder in (*folders, Path(all_files), whole)]
     assert weights[2] == weights[3] == weights[0] | weights[1]
     assert weights[0] - weights[1] and weights[1] - weights[0]
-    options = options_of(own[0], (1, 2), 2)
+    options = options_of(folders[0], (1, 2), 2)
     sampling = SamplingParams(max_tokens=8, temperature=0)
 
     def answer(llm: LLM) -> list[int]:
         return llm.generate(["Hello"], sampling)[0].outputs[0].token_ids
 
     expected = answer(LLM(whole, dtype="float32", max_model_len=256))
-    with nodes(machines, options | {"model": str(own[1])}):
+    with nodes(machines, options | {"model": str(folders[1])}):
         with machines.inside(0):
             llm = LLM(**options)
         assert answer(llm) == expected
         llm.engine.close()
     with pytest.raises(PenstockError, match=r"lacks model-.* which its index names"):
-        LLM(own[0])
+        LLM(folders[0])

@@ -1,4 +1,4 @@
-"""A prefill instance, a decode instance and the scheduler on three hosts, in network namespaces, by rank tables."""
+"""Prefill instance, decode instance and scheduler on three hosts (network namespaces), set up by rank tables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built",
 
 
 class Hosts:
-    """The three servers: scheduler, prefill and decode instance."""
+    """Servers on three hosts: scheduler, prefill and decode instance."""
 
     def __init__(self, machines: Namespaces, folder: Path) -> None:
         self.machines = machines
@@ -39,7 +39,7 @@ class Hosts:
         self.servers: list[Served] = []
         for host, name in enumerate(names):
             environment = {
-                "XDG_CONFIG_HOME": str(folder),  # all hosts have one file system
+                "XDG_CONFIG_HOME": str(folder),  # all hosts share a file system
                 "GLOBAL_RANK_TABLE_FILE_PATH": str(folder / "global_ranktable_merge.json"),
                 "RANK_TABLE_FILE_PATH": str(folder / f"local_ranktable_{name}.json"),
                 "NODE_PORTS": "8088,8088",
@@ -52,16 +52,16 @@ class Hosts:
         self.scheduler, self.prefill, self.decode = self.servers
 
     def ask(self, **changes: Any) -> httpx.Response:
-        """A completion of the scheduler, from its own host."""
+        """Request a completion from the scheduler, on its host."""
         with self.machines.inside(0):
             body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, **changes}
             return httpx.post("http://127.0.0.1:9000/v1/completions", json=body)
 
     def instances(self) -> dict[str, dict[str, Any]]:
-        """What the scheduler tells of its instances, by their roles."""
+        """The scheduler's report on its instances, by role."""
         with self.machines.inside(0):
             found = httpx.get("http://127.0.0.1:9000/penstock/instances").json()["instances"]
-        return {one["role"]: one for one in found}
+        return {instance["role"]: instance for instance in found}
 
     def state(self, role: str) -> str:
         state: str = self.instances()[role]["state"]
@@ -78,7 +78,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
             stack.callback(server.kill)
         for server in hosts.servers:
             server.start()
-        until(lambda: {one["state"] for one in hosts.instances().values()} == {"ready"} and len(hosts.instances()) == 2)
+        until(lambda: [each["state"] for each in hosts.instances().values()] == ["ready", "ready"])
         yield hosts
         for server in hosts.servers:
             server.terminate()
@@ -91,18 +91,18 @@ def text(answer: httpx.Response) -> str:
     return result
 
 
-def test_hosts_answer_as_one(hosts: Hosts) -> None:
-    """Prefill on two ranks, decode on one: KV travels over TCP."""
-    with Served("--num-gpu-blocks-override", "120", "--generation-config", "vllm") as one:
+def test_hosts_give_answer_of_single_server(hosts: Hosts) -> None:
+    """Prefill on two ranks, decode on one rank, KV transfer over TCP."""
+    with Served("--num-gpu-blocks-override", "120", "--generation-config", "vllm") as single:
         body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0}
-        expected = httpx.post(f"{one.url}/completions", json=body).json()["choices"][0]["text"]
+        expected = httpx.post(f"{single.url}/completions", json=body).json()["choices"][0]["text"]
     assert text(hosts.ask()) == expected
     until(lambda: hosts.instances()["decode"]["kv_completed"] > 0)
     until(lambda: hosts.instances()["prefill"]["kv_bytes_sent"] > 0)
 
 
-@pytest.mark.thorough  # a network that is cut takes seconds to notice
-def test_hosts_that_are_cut_off_are_lost_and_found(hosts: Hosts) -> None:
+@pytest.mark.thorough  # a network failure is noticed after seconds
+def test_disconnected_hosts_are_lost_and_rejoin(hosts: Hosts) -> None:
     expected = text(hosts.ask())
     for host, role in ((1, "prefill"), (2, "decode")):
         hosts.machines.connect(host, False)
@@ -118,7 +118,7 @@ def test_hosts_that_are_cut_off_are_lost_and_found(hosts: Hosts) -> None:
         assert text(hosts.ask()) == expected
 
 
-def test_every_process_is_bound_to_its_devices(hosts: Hosts) -> None:
-    """The decode instance has the only device of its host: all cores; the prefill instance's ranks share them out."""
+def test_engine_of_only_device_is_bound_to_all_cores(hosts: Hosts) -> None:
+    """The decode instance has the only device of its host; the prefill instance's ranks would divide the cores."""
     (engine,) = hosts.decode.pids["engine"]
     assert os.sched_getaffinity(engine) == os.sched_getaffinity(0)

@@ -1,4 +1,4 @@
-"""``penstock plan``: its sums beside transformers' parameters, the engine's own numbers, and the documents'."""
+"""``penstock plan``: compared with transformers' parameters, the engine's log and the documentation's numbers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_weights_are_those_that_transformers_makes(config: PreTrainedConfig) -> None:
+def test_planned_weights_equal_transformers_parameters(config: PreTrainedConfig) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     expected = sum(weight.numel() for weight in model.parameters() if weight.dim() > 1)
@@ -75,14 +75,14 @@ def test_weights_are_those_that_transformers_makes(config: PreTrainedConfig) -> 
     assert shape.layer_weights + shape.embedding_weights == expected
 
 
-def test_the_model_of_the_table_has_671_billion() -> None:
+def test_deepseek_v3_has_671_billion_parameters() -> None:
     assert round((DEEPSEEK_V3.layer_weights + DEEPSEEK_V3.embedding_weights) / 1e9) == 671
     assert DEEPSEEK_V3.kv_dim == 576
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("config", [CONFIGS["llama"], CONFIGS["qwen3"]], ids=["llama", "qwen3"])
-def test_the_engine_logs_the_same_numbers(
+def test_plan_equals_engine_log(
     config: PreTrainedConfig,
     kv_cache_dtype: str,
     tmp_path: Path,
@@ -107,7 +107,7 @@ def test_the_engine_logs_the_same_numbers(
     assert found["kv_bytes_per_block"] == bytes_per_block(model.kv_specs(16, KV_QUANTIZATION[kv_cache_dtype]))
 
 
-def test_a_draft_model_and_an_encoder_are_planned_as_logged(
+def test_plan_of_draft_model_and_encoder_equals_engine_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     save_encoder(draw_config("bert", Random(3)), tmp_path, labels=2)
@@ -123,23 +123,23 @@ def test_a_draft_model_and_an_encoder_are_planned_as_logged(
         assert f"({found['kv_bytes_per_token']} bytes per token) for {found['total_tokens']} tokens" in logged
 
 
-def test_a_draft_model_s_weights_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    plain, both = (planned(capsys, *more) for more in ((), ("--speculative-config", '{"method": "draft_model"}')))
+def test_plan_includes_weights_of_draft_model(capsys: pytest.CaptureFixture[str]) -> None:
+    plain, both = (planned(capsys, *flags) for flags in ((), ("--speculative-config", '{"method": "draft_model"}')))
     expected = (demo.DRAFT / "model.safetensors").stat().st_size
     assert both["weight_bytes"] - plain["weight_bytes"] == pytest.approx(expected, rel=0.02)
 
 
-def test_processes_share_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each rank has half of every block, and each replica half of the blocks."""
-    one, ranks, replicas = (
+def test_ranks_and_replicas_share_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of two ranks has half of every block, each of two replicas half of the blocks."""
+    single, ranks, replicas = (
         planned(capsys, *flags)["total_block_num"]
         for flags in ((), ("--tensor-parallel-size", "2"), ("--data-parallel-size", "2"))
     )
-    assert ranks == pytest.approx(one, rel=0.2) and replicas == pytest.approx(one / 2, rel=0.2)
+    assert ranks == pytest.approx(single, rel=0.2) and replicas == pytest.approx(single / 2, rel=0.2)
 
 
 @pytest.mark.parametrize("quantization", ["wint8", "w4a8", "wint4-g32"])
-def test_rounded_weights_take_what_is_planned(
+def test_quantized_weights_take_planned_bytes(
     quantization: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     LLM(quantization=quantization, weight_cache_dir=str(tmp_path), num_gpu_blocks_override=40)
@@ -148,11 +148,13 @@ def test_rounded_weights_take_what_is_planned(
         assert time.monotonic() < deadline
         time.sleep(0.05)
     expected = planned(capsys, "--quantization", quantization)["weight_bytes"]
-    assert files[0].stat().st_size == pytest.approx(expected, rel=0.15, abs=2 * 2**21)  # a header of whole huge pages
+    assert files[0].stat().st_size == pytest.approx(
+        expected, rel=0.15, abs=2 * 2**21
+    )  # the header takes whole huge pages
 
 
-def test_a_stage_s_share_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the largest stage: the memory that each rank needs."""
+def test_plan_is_for_largest_pipeline_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each rank needs the memory of the largest stage."""
     whole, halves = planned(capsys), planned(capsys, "--pipeline-parallel-size", "2")
     layers = json.loads((demo.CHAT / "config.json").read_text())["num_hidden_layers"]
     largest = round(halves["kv_bytes_per_token"] / whole["kv_bytes_per_token"] * layers)
@@ -162,17 +164,17 @@ def test_a_stage_s_share_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert layers / 2 <= largest < layers and halves["weight_bytes"] == expected["weight_bytes"] < whole["weight_bytes"]
 
 
-def test_the_checkpoint_s_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_planned_weights_equal_size_of_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     expected = (demo.CHAT / "model.safetensors").stat().st_size
     assert planned(capsys)["weight_bytes"] == pytest.approx(expected, rel=0.01)
 
 
-def test_the_formulas_of_the_documents() -> None:
+def test_formulas_give_documented_numbers() -> None:
     assert block_ratio(300, 1500) == pytest.approx(0.25, abs=0.015)
     assert block_ratio(3000, 100) == 1
     assert kv_cache_ratio(3, 1) == 0.75
     found = CachePlan(17220, 64, 1, 8192, 0.75)
-    assert found.prompt_blocks == 12915  # as in the line of FastDeploy's log
+    assert found.prompt_blocks == 12915  # as in FastDeploy's log
     assert found.max_num_seqs(1000) == 128 and found.max_num_seqs(10_000) == 27
     assert CachePlan(40 * 128, 64, 1, 8192, 0.75).sequences == 40
     assert CachePlan(40 * 128, 64, 1, 32768, 0.75).sequences == 10
@@ -182,7 +184,7 @@ def test_the_formulas_of_the_documents() -> None:
     assert CachePlan(1, 64, 1, 64, 1.0).max_num_seqs(2000) == 1
 
 
-def test_a_gpu_that_is_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_for_given_gpu_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(CONFIGS["llama"], tmp_path)
     found = planned(capsys, "--model", str(tmp_path), "--gpu-memory", "1", "--gpu-memory-utilization", "0.5")
     assert found["room_bytes"] == 2**29 - found["weight_bytes"]
@@ -202,7 +204,7 @@ def test_a_gpu_that_is_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert halved["room_bytes"] == pytest.approx((0.9 - 0.1) * 2**30 - halved["weight_bytes"], abs=2)
 
 
-def test_lengths_decide_what_is_recommended(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recommendations_follow_lengths(capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, "--kv-cache-sequences", "40", "--input-len", "300", "--output-len", "1500")
     assert found["recommended"] == {
         "kv_cache_ratio": 0.167,
@@ -214,7 +216,7 @@ def test_lengths_decide_what_is_recommended(capsys: pytest.CaptureFixture[str]) 
     assert wider["recommended"]["block_ratio"] == 0.309
 
 
-def test_the_table_reads_well(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "memory", "--kv-cache-sequences", "5", "--quantization", "wint8"]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"^longest sequences +5 +kv_cache_sequences, BLOCK_BS$", printed, re.M)
@@ -236,8 +238,8 @@ def test_the_table_reads_well(capsys: pytest.CaptureFixture[str]) -> None:
     "DeepSeek-R1-2nodes/weight_only_int8",
     "DeepSeek-R1-MTP-2nodes/weight_only_int8",
 )
-def test_the_recommended_block_bs(capsys: pytest.CaptureFixture[str]) -> None:
-    """The document's eight rows: the sums give those of one node, and not those of two."""
+def test_block_bs_equals_paddlenlp_recommendation_on_one_node(capsys: pytest.CaptureFixture[str]) -> None:
+    """PaddleNLP's table has eight rows: the computed values equal those for one node, and differ for two nodes."""
     assert main(["plan", "block-bs", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["recommended"] for row in rows] == [40, 36, 40, 36, 50, 36, 40, 36]
@@ -248,16 +250,14 @@ def test_the_recommended_block_bs(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"R1-2nodes/a8w8_fp8 .* 50 +45  \+5$", capsys.readouterr().out, re.M)
 
 
-def test_it_needs_no_torch_and_no_weights(tmp_path: Path) -> None:
+def test_plan_needs_no_torch_and_no_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["llama"].to_dict()))
     code = "import sys; from penstock.cli.main import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
     command = [sys.executable, "-c", code, "plan", "memory", "--model", str(tmp_path)]
     assert subprocess.run(command, stdout=subprocess.DEVNULL).returncode == 0
 
 
-def test_of_a_model_on_the_hub_only_its_configuration_is_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_of_hub_model_downloads_only_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Hub()
     hub.files = {
         commit: {**files, "config.json": (demo.CHAT / "config.json").read_bytes()}
@@ -276,7 +276,7 @@ def test_of_a_model_on_the_hub_only_its_configuration_is_fetched(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["--model", "."], "has no config.json"),
         (["--model", "/nowhere"], "/nowhere does not exist"),
@@ -287,13 +287,15 @@ def test_of_a_model_on_the_hub_only_its_configuration_is_fetched(
         (["--speculative-config", '{"model": "/nowhere"}'], "/nowhere has no config.json"),
     ],
 )
-def test_what_is_wrong_is_told(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_plan_arguments_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", "memory", *arguments]) == 2
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_broken_configuration_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for text, words in (("{", "is not JSON"), ("[]", "is not a JSON object"), ("{}", "lacks 'hidden_size'")):
+def test_damaged_configuration_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text, message in (("{", "is not JSON"), ("[]", "is not a JSON object"), ("{}", "lacks 'hidden_size'")):
         (tmp_path / "config.json").write_text(text)
         assert main(["plan", "memory", "--model", str(tmp_path)]) == 2
-        assert words in capsys.readouterr().err
+        assert message in capsys.readouterr().err

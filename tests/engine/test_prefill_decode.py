@@ -1,8 +1,8 @@
-"""Prefill and decode engines: every request gets the tokens and the logprob bytes of a single engine, whatever the
-engines' sizes and whatever happens to the messages between them.
+"""Prefill and decode engines: every request gets the tokens and logprob bytes of a single engine, with engines of any
+sizes and with faults of the messages between them.
 
-``PENSTOCK_PD_REQUESTS`` says how many requests are drawn, and ``PENSTOCK_PD_SCHEDULES`` how many schedules of engines
-with little room.
+``PENSTOCK_PD_REQUESTS`` is the number of random requests, ``PENSTOCK_PD_SCHEDULES`` that of schedules of engines with
+small caches.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built",
 
 REQUESTS = int(os.environ.get("PENSTOCK_PD_REQUESTS", "120"))
 AT_ONCE = 100
-"""Requests that are open at the same time, fewer than the queues take."""
+"""Number of requests that are open at the same time, below the limit of the queues."""
 SCHEDULES = int(os.environ.get("PENSTOCK_PD_SCHEDULES", "6"))
 SEED = os.environ.get("PENSTOCK_PD_SEED", "")
 checkpoint = test_exactness.checkpoint
@@ -56,7 +56,7 @@ class Cluster:
 
     Args:
         prefill, decode: options of each engine.
-        fault: of the network between them; None where there is none.
+        fault: fault of the network between them, or None.
     """
 
     def __init__(
@@ -77,15 +77,15 @@ class Cluster:
         self.engines: list[Engine] = []
         self.proxies: list[KVProxy] = []
         try:
-            for one in prefill:
-                self.engines.append(start(checkpoint, kind, role="prefill", **common | one))
+            for each in prefill:
+                self.engines.append(start(checkpoint, kind, role="prefill", **common | each))
             self.prefill = list(self.engines)
             self.addresses = [_connector(engine).address for engine in self.prefill]
             if fault:
                 self.proxies = [KVProxy(address, fault, rng.getrandbits(32)) for address in self.addresses]
                 self.addresses = [proxy.address for proxy in self.proxies]
-            for one in decode:
-                self.engines.append(start(checkpoint, kind, role="decode", **common | one))
+            for each in decode:
+                self.engines.append(start(checkpoint, kind, role="decode", **common | each))
             self.decode = self.engines[len(prefill) :]
         except BaseException:
             self.close()
@@ -104,18 +104,18 @@ class Cluster:
         return any(engine.busy for engine in self.decode)
 
     def counts(self, name: str) -> int:
-        """The sum of a counter of the decode engines."""
+        """Sum of a counter over the decode engines."""
         return sum(_connector(engine).counts[name] for engine in self.decode)
 
     def wait_until_free(self, seconds: float = 60) -> None:
-        """Every block and every slot of a transfer buffer comes back. Raises ``TimeoutError``."""
+        """Step until all blocks and all slots of transfer buffers are free. Raises ``TimeoutError``."""
         end = time.monotonic() + seconds
-        while self._held():
+        while self._in_use():
             if time.monotonic() > end:
                 raise TimeoutError
             self.step()
 
-    def _held(self) -> bool:
+    def _in_use(self) -> bool:
         pools = [engine.scheduler.device_pool for engine in self.engines]
         buffers = [_connector(engine).buffer for engine in self.engines]
         return any(p.num_free < p.total for p in pools) or any(b.num_free < b.num_slots for b in buffers)
@@ -145,18 +145,20 @@ TOPOLOGIES: dict[str, tuple[str, list[dict[str, Any]], list[dict[str, Any]]]] = 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
 @pytest.mark.parametrize("fault", [None, lossy(0.01)], ids=["", "1 % lost, late or repeated"])
-def test_answers_are_those_of_a_single_engine(checkpoint: Path, secret: str, name: str, fault: Fault | None) -> None:
+def test_prefill_decode_results_equal_single_engine(
+    checkpoint: Path, secret: str, name: str, fault: Fault | None
+) -> None:
     kind, prefill, decode = TOPOLOGIES[name]
     rng = Random(f"{name}{bool(fault)}{SEED}")
     requests = [draw_request(rng, number) for number in range(REQUESTS // len(TOPOLOGIES) // 2)]
-    lone = start(checkpoint, kind, enable_prefix_caching=False, threads=1)
+    single = start(checkpoint, kind, enable_prefix_caching=False, threads=1)
     cluster = Cluster(checkpoint, kind, secret, rng, prefill, decode, fault)
     wrong: list[str] = []
     try:
         for begin in range(0, len(requests), AT_ONCE):
-            some = requests[begin : begin + AT_ONCE]
-            alone, apart = run(lone, some), run(cluster, some, rng)
-            wrong += [name for name in alone if apart[name] != alone[name]]
+            batch = requests[begin : begin + AT_ONCE]
+            expected, found = run(single, batch), run(cluster, batch, rng)
+            wrong += [name for name in expected if found[name] != expected[name]]
         assert not wrong, f"{len(wrong)} of {len(requests)} requests differ"
         cluster.wait_until_free()
         print(f"\n{name}: {len(requests)} requests, {cluster.counts('completed')} transfers, {len(wrong)} wrong")
@@ -168,7 +170,7 @@ def test_answers_are_those_of_a_single_engine(checkpoint: Path, secret: str, nam
         cluster.close()
 
 
-def test_transfers_by_nixl(checkpoint: Path, secret: str) -> None:
+def test_transfers_by_nixl_give_same_results(checkpoint: Path, secret: str) -> None:
     pytest.importorskip("nixl_cu12", reason="the extra nixl is not installed")
     name = "2p1d, little room"
     kind, prefill, decode = TOPOLOGIES[name]
@@ -187,7 +189,7 @@ def test_transfers_by_nixl(checkpoint: Path, secret: str) -> None:
 
 
 def draw_long_requests(rng: Random, count: int) -> list[EngineRequest]:
-    """Requests whose prompts are transferred, two slots of the buffer or more."""
+    """Draw requests whose prompts are transferred and take at least two slots of the buffer."""
     drawn = (draw_request(rng, number) for number in itertools.count())
     return list(itertools.islice((r for r in drawn if len(r.prompt) > 70 and _is_transferred(r)), count))
 
@@ -206,8 +208,8 @@ def _is_transferred(request: EngineRequest) -> bool:
     ],
     ids=["a flipped bit", "swapped slots", "a wrong epoch", "every piece wrong"],
 )
-def test_wrong_pieces_are_found(checkpoint: Path, secret: str, fault: Fault, counter: str) -> None:
-    """They are read again, or the prompt is computed anew; no answer is wrong."""
+def test_corrupted_pieces_are_detected(checkpoint: Path, secret: str, fault: Fault, counter: str) -> None:
+    """They are read again, or the prompt is recomputed; no answer is wrong."""
     rng = Random(counter)
     requests = draw_long_requests(rng, 20)
     alone = run(start(checkpoint, "bfloat16 none auto", threads=1), requests)
@@ -221,8 +223,8 @@ def test_wrong_pieces_are_found(checkpoint: Path, secret: str, fault: Fault, cou
         cluster.close()
 
 
-def test_a_slot_written_too_early_is_noticed(checkpoint: Path, secret: str) -> None:
-    """The prefill engine's buffer is given to others while the decode engine reads from it."""
+def test_slot_overwritten_during_read_is_detected(checkpoint: Path, secret: str) -> None:
+    """The prefill engine reuses a slot while the decode engine reads it."""
     rng = Random("early")
     requests = draw_long_requests(rng, 20)
     alone = run(start(checkpoint, "bfloat16 none auto", threads=1), requests)
@@ -241,9 +243,8 @@ def test_a_slot_written_too_early_is_noticed(checkpoint: Path, secret: str) -> N
         cluster.close()
 
 
-def test_a_prompt_without_prefill_engine(checkpoint: Path, secret: str) -> None:
-    """It is computed by the decode engine, or fails, as ``kv_load_failure`` says; an engine that has gone is not waited
-    for."""
+def test_prompt_without_prefill_engine_is_recomputed_or_fails(checkpoint: Path, secret: str) -> None:
+    """By ``kv_load_failure``, the decode engine computes it, or the request fails. Closed engines cause no wait."""
     rng = Random("gone")
     requests = draw_long_requests(rng, 4)
     alone = run(start(checkpoint, "bfloat16 none auto", threads=1), requests)
@@ -264,8 +265,8 @@ def test_a_prompt_without_prefill_engine(checkpoint: Path, secret: str) -> None:
             cluster.close()
 
 
-def test_a_prefill_engine_that_has_come_back_is_asked_again(checkpoint: Path, secret: str) -> None:
-    """At once, though none waits for it meanwhile."""
+def test_restarted_prefill_engine_is_used_again(checkpoint: Path, secret: str) -> None:
+    """At once, although no request waits for it meanwhile."""
     rng, kind = Random("back"), "bfloat16 none auto"
     requests = draw_long_requests(rng, 30)
     (port,) = free_ports(1)
@@ -273,28 +274,30 @@ def test_a_prefill_engine_that_has_come_back_is_asked_again(checkpoint: Path, se
     try:
         run(cluster, requests[:2])
         assert cluster.counts("completed")
-        gone = cluster.prefill.pop()
-        cluster.engines.remove(gone)
-        gone.close()
+        closed = cluster.prefill.pop()
+        cluster.engines.remove(closed)
+        closed.close()
         run(cluster, requests[2:4])
         completed, began = cluster.counts("completed"), time.monotonic()
         assert cluster.counts("recomputed")
-        back = start(checkpoint, kind, role="prefill", kv_port=port, cluster_secret_file=secret, kv_buffer_size=2**22)
-        cluster.engines.append(back)
-        left = requests[4:]
+        restarted = start(
+            checkpoint, kind, role="prefill", kv_port=port, cluster_secret_file=secret, kv_buffer_size=2**22
+        )
+        cluster.engines.append(restarted)
+        remaining = requests[4:]
         while cluster.counts("completed") == completed:
-            run(cluster, [left.pop()])
+            run(cluster, [remaining.pop()])
         assert time.monotonic() - began < REFUSAL_SECONDS
     finally:
         cluster.close()
 
 
-def test_engines_that_do_not_fit_refuse_each_other(checkpoint: Path, secret: str, caplog: Any) -> None:
-    """Other weights, another KV cache, other bits: a sentence says which, and the prompt is computed by the decode
-    engine."""
+def test_mismatched_engines_refuse_each_other(checkpoint: Path, secret: str, caplog: Any) -> None:
+    """Other weights, KV cache or fingerprint: a log line names the difference, and the decode engine computes the
+    prompt."""
     rng = Random("other")
     [request] = draw_long_requests(rng, 1)
-    for options, words in (
+    for options, message in (
         ({"load_format": "dummy", "seed": 1}, "other weights"),
         ({"kv_cache_dtype": "int8"}, "its KV cache has other"),
         ({"quantization": "w8a8"}, "allow-fingerprint-mismatch"),
@@ -304,14 +307,14 @@ def test_engines_that_do_not_fit_refuse_each_other(checkpoint: Path, secret: str
         cluster = Cluster(checkpoint, kind, secret, rng, [{}], [options])
         try:
             assert run(cluster, [request]) == alone
-            assert words in caplog.text
+            assert message in caplog.text
             assert not cluster.counts("completed")
         finally:
             cluster.close()
 
 
 def draw_options(rng: Random) -> dict[str, Any]:
-    """Of an engine of either role with little room."""
+    """Options of an engine of either role with a small cache."""
     block_size = rng.choice((16, 16, 32, 48))
     blocks = -(-LONGEST // block_size)
     return {
@@ -341,9 +344,9 @@ def draw_decode_options(rng: Random, checkpoint: Path) -> dict[str, Any]:
     }
 
 
-def test_little_room_and_requests_that_end_early(checkpoint: Path, secret: str) -> None:
-    """Whatever is preempted, aborted, overdue or forgotten on either side, the other requests get their answers, and
-    every block and slot comes back."""
+def test_small_caches_and_ended_requests_keep_other_results(checkpoint: Path, secret: str) -> None:
+    """Requests are preempted, aborted or time out, and caches are cleared on either side. The other requests get their
+    results, and every block and slot is freed."""
     rng = Random(f"little room {SEED}")
     kind = "float32 none auto"
     requests = draw_long_requests(rng, 14)
@@ -367,53 +370,52 @@ def test_little_room_and_requests_that_end_early(checkpoint: Path, secret: str) 
 
 
 def _run_some(cluster: Cluster, requests: list[EngineRequest], rng: Random, ending: float) -> dict[str, Result]:
-    """Run requests, some of which are aborted or have a deadline that passes. Returns the results of the others.
+    """Run requests; some are aborted or reach their deadline. Return the results of the others.
 
     Args:
-        ending: probability that something is aborted or forgotten before a step.
+        ending: probability before each step that a request is aborted, and that a cache is cleared.
     """
-    told: dict[str, dict[int, list[Any]]] = {}
-    left = rng.sample(requests, len(requests))
+    outputs: dict[str, dict[int, list[Any]]] = {}
+    remaining = rng.sample(requests, len(requests))
     running: list[str] = []
     end = time.monotonic() + 30
-    while left or cluster.busy:
+    while remaining or cluster.busy:
         if time.monotonic() > end:
             raise TimeoutError
-        while left and rng.random() < 0.3:
-            request = left.pop()
+        while remaining and rng.random() < 0.3:
+            request = remaining.pop()
             deadline = time.monotonic() + rng.random() if rng.random() < 4 * ending else None
             try:
                 cluster.add(msgspec.structs.replace(request, deadline=deadline, priority=rng.randint(-3, 3)))
-            except PenstockError as error:  # so many sequences do not fit into such a cache
+            except PenstockError as error:  # too many sequences for this cache
                 assert error.failure.code is Code.INVALID
                 continue
             running.append(request.request_id)
-            told[request.request_id] = {}
+            outputs[request.request_id] = {}
         if running and rng.random() < ending:
             name = running.pop(rng.randrange(len(running)))
             for engine in cluster.decode:
                 engine.abort(name)
-            told.pop(name, None)
+            outputs.pop(name, None)
         if rng.random() < ending:
             rng.choice(cluster.engines).scheduler.device_pool.clear_cache()
         for delta in cluster.step():
-            if delta.request_id not in told:
+            if delta.request_id not in outputs:
                 continue
             if delta.failure:
                 assert delta.failure.code is Code.TIMEOUT, delta
-                del told[delta.request_id]
+                del outputs[delta.request_id]
                 continue
-            append(told[delta.request_id], delta)
-    return results(told)
+            append(outputs[delta.request_id], delta)
+    return results(outputs)
 
 
-def test_weights_change_and_engines_sleep_in_between(checkpoint: Path, secret: str, tmp_path: Path) -> None:
-    """Each request has the result of the old weights or that of the new ones, though the engines change one after the
-    other, and KV of both is on its way; a sleep in the middle changes no bit. Blocks and slots come back."""
+def test_weight_updates_and_sleep_give_old_or_new_results(checkpoint: Path, secret: str, tmp_path: Path) -> None:
+    """Each request has the result of the old or of the new weights, although the engines change one after the other
+    while KV of both is in transit. A sleep changes no bit. Blocks and slots are freed."""
     kind, folders = "bfloat16 none auto", [checkpoint, perturbed(checkpoint, tmp_path / "other")]
-    requests = [
-        one for one in draw_long_requests(Random("weights"), 16) if not one.sampling.guided_decoding
-    ]  # which other weights may not be able to fulfil
+    drawn = draw_long_requests(Random("weights"), 16)
+    requests = [each for each in drawn if not each.sampling.guided_decoding]  # other weights may not satisfy a grammar
     alone = [run(start(folder, kind, threads=1), requests) for folder in folders]
     assert alone[0] != alone[1]
     for number in range(SCHEDULES):
@@ -421,36 +423,36 @@ def test_weights_change_and_engines_sleep_in_between(checkpoint: Path, secret: s
         options = {"num_gpu_blocks_override": rng.choice((LONGEST // 16 + 40, 400)), "kv_buffer_size": 2**18}
         cluster = Cluster(checkpoint, kind, secret, rng, [options], [options])
         try:
-            told: dict[str, dict[int, list[Any]]] = {request.request_id: {} for request in requests}
-            left = rng.sample(requests, len(requests))
-            doing: dict[Engine, Any] = {}
+            outputs: dict[str, dict[int, list[Any]]] = {request.request_id: {} for request in requests}
+            remaining = rng.sample(requests, len(requests))
+            in_progress: dict[Engine, Any] = {}
             changes = [(engine, rng.choice(("weights", "sleep", "sleep"))) for engine in cluster.engines * 2]
             rng.shuffle(changes)
             limit = time.monotonic() + 60
-            while left or changes or doing or cluster.busy:
-                assert time.monotonic() < limit, (number, left, changes, doing)
-                if left and rng.random() < 0.2:
-                    cluster.add(left.pop())
-                if changes and len(doing) < 2 and rng.random() < 0.05 and changes[-1][0] not in doing:
-                    engine, what = changes.pop()
-                    doing[engine] = _change(engine, what, folders[1], rng)
+            while remaining or changes or in_progress or cluster.busy:
+                assert time.monotonic() < limit, (number, remaining, changes, in_progress)
+                if remaining and rng.random() < 0.2:
+                    cluster.add(remaining.pop())
+                if changes and len(in_progress) < 2 and rng.random() < 0.05 and changes[-1][0] not in in_progress:
+                    engine, action = changes.pop()
+                    in_progress[engine] = _change(engine, action, folders[1], rng)
                 for engine in cluster.engines:
-                    if engine in doing and next(doing[engine], "done") == "done":
-                        del doing[engine]
+                    if engine in in_progress and next(in_progress[engine], "done") == "done":
+                        del in_progress[engine]
                     if engine.busy or engine.has_pending:
                         for delta in engine.step():
                             assert not delta.failure, delta
-                            append(told[delta.request_id], delta)
-            found = results(told)
+                            append(outputs[delta.request_id], delta)
+            found = results(outputs)
             assert not [name for name in found if found[name] not in (alone[0][name], alone[1][name])], number
             cluster.wait_until_free(10)
         finally:
             cluster.close()
 
 
-def _change(engine: Engine, what: str, folder: Path, rng: Random) -> Iterator[None]:
-    """Change an engine's weights, or have it sleep for a few steps; to be continued after each step."""
-    if what == "weights":
+def _change(engine: Engine, action: str, folder: Path, rng: Random) -> Iterator[None]:
+    """Change an engine's weights, or let it sleep for a few steps; resume the iterator after each step."""
+    if action == "weights":
         steps = [lambda: engine.weights.load(str(folder)), lambda: engine.weights.commit("finish")]
     else:
         level = rng.choice((1, 2))
@@ -464,8 +466,8 @@ def _change(engine: Engine, what: str, folder: Path, rng: Random) -> Iterator[No
             yield
 
 
-def test_an_aborted_request_is_told_to_its_prefill_engine(checkpoint: Path, secret: str) -> None:
-    """Also by a decode engine that has nothing else to do; its blocks are free at once."""
+def test_abort_is_sent_to_prefill_engine(checkpoint: Path, secret: str) -> None:
+    """Also by an otherwise idle decode engine, whose blocks are free at once."""
     rng = Random("aborted")
     [request] = draw_long_requests(rng, 1)
     cluster = Cluster(checkpoint, "bfloat16 none auto", secret, rng, [{"max_num_batched_tokens": 16}], [{}])
@@ -488,8 +490,8 @@ def test_an_aborted_request_is_told_to_its_prefill_engine(checkpoint: Path, secr
         cluster.close()
 
 
-def test_wakeups_are_not_lost_and_do_not_stay(checkpoint: Path, secret: str) -> None:
-    """``wakeup`` is not readable once its events were taken, however soon that is: an idle engine waits on it."""
+def test_wakeup_is_cleared_when_events_are_taken(checkpoint: Path, secret: str) -> None:
+    """``wakeup`` is not readable after its events were taken, however soon: an idle engine waits for it."""
     rng = Random("wakeup")
     cluster = Cluster(checkpoint, "bfloat16 none auto", secret, rng, [{}], [{}])
     try:
@@ -500,7 +502,7 @@ def test_wakeups_are_not_lost_and_do_not_stay(checkpoint: Path, secret: str) -> 
             connector.poll()
             taken.set()
 
-        connector.activity.add_done_callback(take)  # in the thread that wakes, while it does
+        connector.activity.add_done_callback(take)  # called by the thread that sets wakeup, while it does
         cluster.add(draw_long_requests(rng, 1)[0])
         cluster.decode[0].step()
         assert taken.wait(10)
@@ -509,9 +511,8 @@ def test_wakeups_are_not_lost_and_do_not_stay(checkpoint: Path, secret: str) -> 
         cluster.close()
 
 
-def test_imports_leave_room_for_growth(checkpoint: Path, secret: str) -> None:
-    """They take no more blocks than ``kv_cache_ratio`` gives prompts: otherwise no sequence could start beside another
-    one until that has ended."""
+def test_imports_take_no_more_blocks_than_kv_cache_ratio(checkpoint: Path, secret: str) -> None:
+    """Otherwise no blocks would be left for sequences to grow, and they would run one after the other."""
     rng = Random("growth")
     sampling = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     requests = [
@@ -528,8 +529,8 @@ def test_imports_leave_room_for_growth(checkpoint: Path, secret: str) -> None:
         cluster.close()
 
 
-def test_a_full_decode_engine_leaves_prompts_to_prefill_engines(checkpoint: Path, secret: str) -> None:
-    """After a timeout it computes the first prompt of the queue itself, but not all that have waited as long."""
+def test_full_decode_engine_leaves_prompts_to_prefill_engine(checkpoint: Path, secret: str) -> None:
+    """After a timeout it computes the first prompt of the queue, but not all prompts that have waited as long."""
     rng = Random("full")
     sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     requests = [

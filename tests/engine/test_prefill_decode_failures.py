@@ -1,5 +1,5 @@
-"""Prefill and decode instances that fail under load: every request is answered as by a single instance, or told an
-error, and nothing stays in use. ``make reliability-pd`` has all rows."""
+"""Prefill and decode instances that fail under load: every request gets the answer of a single instance or an error,
+and all resources are released. ``make reliability-pd`` runs all faults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pd_storm import KV_TIMEOUT, Deployment, FaultResult, Instance, Outcome, Rig
 pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
 
 FEW_BLOCKS = ("--max-model-len", "512", "--num-gpu-blocks-override", "10")
-"""A decode instance computes two requests at a time."""
+"""Flags of a decode instance that computes two requests at a time."""
 
 
 @pytest.fixture(scope="module")
@@ -24,46 +24,48 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 
 @pytest.fixture(scope="module")
 def right(deployment: Deployment) -> Right:
-    """By the prefill instance, which computes alone what it is asked itself."""
+    """Right answers, from the prefill instance: it computes requests sent to it without a decode instance."""
     (single,) = deployment.with_role("prefill")
     return asyncio.run(pd_storm.right_answers(single.served.root, pd_storm.questions(20)))
 
 
-def struck(deployment: Deployment, right: Right, victim: Instance | None, *rest: pd_storm.Act | float) -> FaultResult:
+def run_with_fault(
+    deployment: Deployment, right: Right, victim: Instance | None, *rest: pd_storm.Act | float
+) -> FaultResult:
     return asyncio.run(pd_storm.run_with_fault(deployment, right, victim, *rest, clients=6, pause=0.4))  # type: ignore[arg-type]
 
 
-async def nothing() -> None:
-    """No fault begins now."""
+async def no_fault() -> None:
+    """Do nothing."""
 
 
-def test_a_decode_instance_runs_out_of_blocks(deployment: Deployment, right: Right) -> None:
-    row = struck(deployment, right, None, nothing)
-    row.assert_none(Outcome.ERROR, Outcome.BROKEN)
-    assert row.transfers
+def test_decode_instance_out_of_blocks_answers_all_requests(deployment: Deployment, right: Right) -> None:
+    result = run_with_fault(deployment, right, None, no_fault)
+    result.assert_none(Outcome.ERROR, Outcome.BROKEN)
+    assert result.transfers
 
 
-def test_kill_of_a_prefill_engine(deployment: Deployment, right: Right) -> None:
+def test_killed_prefill_engine_fails_no_request(deployment: Deployment, right: Right) -> None:
     (victim,) = deployment.with_role("prefill")
-    row = struck(deployment, right, victim, lambda: in_thread(victim.kill, victim.engine))
-    row.assert_none(Outcome.ERROR, Outcome.BROKEN)
+    result = run_with_fault(deployment, right, victim, lambda: in_thread(victim.kill, victim.engine))
+    result.assert_none(Outcome.ERROR, Outcome.BROKEN)
 
 
 @pytest.mark.thorough
-def test_kill_of_a_decode_engine(deployment: Deployment, right: Right) -> None:
-    """What it had begun is told an error."""
+def test_killed_decode_engine_fails_started_requests_only(deployment: Deployment, right: Right) -> None:
+    """Requests that it had started get an error."""
     victim = deployment.with_role("decode")[0]
-    row = struck(deployment, right, victim, lambda: in_thread(victim.kill, victim.engine))
-    row.assert_none(Outcome.BROKEN)
-    errors = [one.message for one in row.replies if one.outcome is Outcome.ERROR]
-    assert all("was lost" in words for words in errors), errors
+    result = run_with_fault(deployment, right, victim, lambda: in_thread(victim.kill, victim.engine))
+    result.assert_none(Outcome.BROKEN)
+    errors = [reply.message for reply in result.replies if reply.outcome is Outcome.ERROR]
+    assert all("was lost" in message for message in errors), errors
 
 
 @pytest.mark.thorough
-def test_a_prefill_engine_is_stopped_for_longer_than_a_transfer_waits(deployment: Deployment, right: Right) -> None:
+def test_prefill_engine_stopped_beyond_kv_timeout_fails_no_request(deployment: Deployment, right: Right) -> None:
     (victim,) = deployment.with_role("prefill")
     pid = victim.engine
-    row = struck(
+    result = run_with_fault(
         deployment,
         right,
         victim,
@@ -71,4 +73,4 @@ def test_a_prefill_engine_is_stopped_for_longer_than_a_transfer_waits(deployment
         lambda: in_thread(pd_storm.resume, pid),
         KV_TIMEOUT + 1,
     )
-    row.assert_none(Outcome.ERROR, Outcome.BROKEN)
+    result.assert_none(Outcome.ERROR, Outcome.BROKEN)

@@ -1,4 +1,4 @@
-"""Roles, cores and instances by rank tables, and what is wrong with them in one sentence each."""
+"""Rank tables: roles, cores and instances that they set, and messages for inconsistent tables."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ TWO = ("--tensor-parallel-size", "2")
 
 @pytest.fixture
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the tables are of a machine with the router, a prefill and a decode instance."""
+    """Folder with the tables of a machine with the router, a prefill and a decode instance."""
     monkeypatch.chdir(tmp_path)
     command = "ranktable --mode gen --ip 10.0.0.1 --prefill-server-list 4,5 --decode-server-list 6,7 --api-server"
     assert main(command.split()) == 0
     return tmp_path
 
 
-def of(name: str, ports: str = "", **engine: Any) -> Configuration:
-    """The configuration of an instance that the tables name."""
+def configuration(name: str, ports: str = "", **engine: Any) -> Configuration:
+    """Configuration of an instance of the tables."""
     server = ServerOptions(
         global_rank_table="global_ranktable_10.0.0.1.json",
         rank_table=f"local_ranktable_10.0.0.1_{name}.json",
@@ -38,26 +38,29 @@ def of(name: str, ports: str = "", **engine: Any) -> Configuration:
     return with_rank_tables(Configuration(server=server, engine=EngineOptions(**engine)))
 
 
-def test_roles_follow_from_the_tables(tables: Path, every_core: None) -> None:
-    prefill, decode = of("45", tensor_parallel_size=2).engine, of("67", "1,2", tensor_parallel_size=2).engine
+def test_rank_tables_set_roles_and_instances(tables: Path, every_core: None) -> None:
+    prefill, decode = (
+        configuration("45", tensor_parallel_size=2).engine,
+        configuration("67", "1,2", tensor_parallel_size=2).engine,
+    )
     assert (prefill.role, decode.role) == ("prefill", "decode")
-    router = of("host", "8088,8089")
+    router = configuration("host", "8088,8089")
     assert router.engine.role == "router"
     assert router.server.prefill_instances == ("http://10.0.0.1:8088",)
     assert router.server.decode_instances == ("http://10.0.0.1:8089",)
     assert prefill.cpu_binding == bind_devices(["4", "5"], ["4", "5", "6", "7"])
-    assert of("45", tensor_parallel_size=2, cpu_binding="none").engine.cpu_binding == "none"
+    assert configuration("45", tensor_parallel_size=2, cpu_binding="none").engine.cpu_binding == "none"
 
 
-@pytest.mark.skipif(os.cpu_count() == 1, reason="there is one core")
-def test_devices_are_shares_of_the_cores(every_core: None) -> None:
-    one, two, *_ = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {one, two})
+@pytest.mark.skipif(os.cpu_count() == 1, reason="needs two cores")
+def test_devices_divide_the_cores(every_core: None) -> None:
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {first, second})
     here = ["12", "4", "5", "6"]
-    assert bind_devices(["4", "5"], here) == f"{one}|{one}"
-    assert bind_devices(["6", "12"], here) == f"{two}|{two}"
-    assert bind_devices(["4", "5"], ["4", "5"]) == f"{one}|{two}"
-    assert bind_devices(["7"], ["7"]) == f"{one},{two}"
+    assert bind_devices(["4", "5"], here) == f"{first}|{first}"
+    assert bind_devices(["6", "12"], here) == f"{second}|{second}"
+    assert bind_devices(["4", "5"], ["4", "5"]) == f"{first}|{second}"
+    assert bind_devices(["7"], ["7"]) == f"{first},{second}"
 
 
 Change = Callable[[dict[str, Any]], Any]
@@ -68,7 +71,7 @@ def local(name: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("environment", "flags", "words"),
+    ("environment", "flags", "message"),
     [
         (local("45"), (), "tensor_parallel_size: 1 ranks need as many devices, but RANK_TABLE_FILE_PATH has 2 (4, 5)"),
         (
@@ -98,42 +101,42 @@ def local(name: str) -> dict[str, str]:
         ),
     ],
 )
-def test_what_does_not_fit_is_told_in_one_sentence(
-    tables: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], flags: tuple[str, ...], words: str
+def test_inconsistent_rank_tables_are_refused_with_one_line(
+    tables: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], flags: tuple[str, ...], message: str
 ) -> None:
-    usual = {"GLOBAL_RANK_TABLE_FILE_PATH": "global_ranktable_10.0.0.1.json", "NODE_PORTS": "8088,8089"}
-    for name, value in (usual | local("host") | environment).items():
+    defaults = {"GLOBAL_RANK_TABLE_FILE_PATH": "global_ranktable_10.0.0.1.json", "NODE_PORTS": "8088,8089"}
+    for name, value in (defaults | local("host") | environment).items():
         monkeypatch.setenv(name, value)
-    said = usage_error("--compat", "ascend-vllm", *flags)
-    assert words in said and len(said.splitlines()) == 1
+    output = usage_error("--compat", "ascend-vllm", *flags)
+    assert message in output and len(output.splitlines()) == 1
 
 
-def _another_device(table: dict[str, Any]) -> None:
+def _change_device(table: dict[str, Any]) -> None:
     table["server_list"][0]["device"][1]["device_id"] = "6"
 
 
-def _another_address(table: dict[str, Any]) -> None:
+def _change_address(table: dict[str, Any]) -> None:
     table["server_list"][0]["device"][1]["device_ip"] = "10.0.0.2"
 
 
-def _another_group(table: dict[str, Any]) -> None:
+def _change_group(table: dict[str, Any]) -> None:
     table["group_id"] = "1"
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "words"),
+    ("name", "change", "message"),
     [
         (
             "45",
-            _another_device,
+            _change_device,
             "RANK_TABLE_FILE_PATH: 10.0.0.1 with the devices 4,6 is not in GLOBAL_RANK_TABLE_FILE_PATH",
         ),
-        ("67", _another_address, "whose instances are 10.0.0.1 with the devices 4,5; 10.0.0.1 with the devices 6,7"),
-        ("45", _another_group, "cannot be read as a local rank table"),
+        ("67", _change_address, "whose instances are 10.0.0.1 with the devices 4,5; 10.0.0.1 with the devices 6,7"),
+        ("45", _change_group, "cannot be read as a local rank table"),
     ],
 )
-def test_a_local_table_that_differs_is_refused(
-    tables: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: Change, words: str
+def test_local_table_that_differs_from_global_table_is_refused(
+    tables: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: Change, message: str
 ) -> None:
     file = tables / f"local_ranktable_10.0.0.1_{name}.json"
     table = json.loads(file.read_text())
@@ -141,13 +144,13 @@ def test_a_local_table_that_differs_is_refused(
     file.write_text(json.dumps(table))
     monkeypatch.setenv("GLOBAL_RANK_TABLE_FILE_PATH", "global_ranktable_10.0.0.1.json")
     monkeypatch.setenv("RANK_TABLE_FILE_PATH", str(file))
-    assert words in usage_error("--compat", "ascend-vllm", *TWO)
+    assert message in usage_error("--compat", "ascend-vllm", *TWO)
 
 
-def test_a_global_table_that_gives_a_device_twice_is_refused(tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_global_table_with_duplicate_device_is_refused(tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tables / "global_ranktable_10.0.0.1.json"
     file.write_text(file.read_text().replace('"device_id": "6"', '"device_id": "5"'))
     monkeypatch.setenv("GLOBAL_RANK_TABLE_FILE_PATH", str(file))
     monkeypatch.setenv("RANK_TABLE_FILE_PATH", "local_ranktable_10.0.0.1_45.json")
-    said = usage_error("--compat", "ascend-vllm", *TWO)
-    assert "GLOBAL_RANK_TABLE_FILE_PATH: device 5 of 10.0.0.1 is in two instances" in said
+    output = usage_error("--compat", "ascend-vllm", *TWO)
+    assert "GLOBAL_RANK_TABLE_FILE_PATH: device 5 of 10.0.0.1 is in two instances" in output

@@ -1,5 +1,5 @@
-"""Tensor-parallel ranks and pipeline stages compute what one rank computes, bit by bit. One that dies, hangs or fails
-is named, and ends all."""
+"""Tensor-parallel ranks and pipeline stages give the bits of one rank. A rank that dies, hangs or fails is named in the
+error and ends all ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from checkpoints import SMALL, save
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from serving import worker_pids
-from test_executors import lost, request, run
+from test_executors import lose_worker, request, run
 from test_speculation import with_head
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -49,10 +49,10 @@ from penstock.planning.model_size import model_size_of
 from penstock.planning.pipeline import split_layers
 
 pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
-from penstock.parallel.shared_memory import SharedMemoryGroup, create_memory  # which needs the kernels
+from penstock.parallel.shared_memory import SharedMemoryGroup, create_memory  # needs the kernels
 
 KINDS = ("float32 none auto", "bfloat16 none auto", "bfloat16 w8a8 int8", "bfloat16 w4a8 auto", "bfloat16 wint8 int8")
-"""What is computed in, and what weights and the cache are rounded to."""
+"""Data type, quantization of the weights, data type of the KV cache."""
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 OPTIONS: dict[str, Any] = {"block_size": 16, "num_gpu_blocks_override": 200, "weight_cache_dir": "none", "max_loras": 2}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2, prompt_logprobs=1)
@@ -60,9 +60,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With an adapter in ``adapter``."""
+    """Checkpoint with an adapter in ``adapter``."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    sizes = SMALL | HEADS | {"vocab_size": 3584}  # the tokenizer's, for grammars
+    sizes = SMALL | HEADS | {"vocab_size": 3584}  # that of the tokenizer, for grammars
     model = save(Qwen3Config(**sizes, head_dim=16, sliding_window=None), folder)
     targets = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
     adapted = get_peft_model(model, LoraConfig(r=3, target_modules=targets, init_lora_weights=False))
@@ -88,15 +88,15 @@ def results(llm: LLM, adapter: Path) -> str:
     adapters = [None, None, LoRARequest("adapter", 1, str(adapter))]
     outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=[adapters[i % 3] for i in range(8)])
     pooled = llm.embed(prompts[:3], use_tqdm=False, pooling_params=PoolingParams(normalize=True))
-    told = [
+    generated = [
         (o.prompt_logprobs, [(c.token_ids, c.logprobs, c.cumulative_logprob, c.generation_logits) for c in o.outputs])
         for o in outputs
     ]
-    return repr((told, [o.context_logits for o in outputs], [o.outputs.embedding for o in pooled]))
+    return repr((generated, [o.context_logits for o in outputs], [o.outputs.embedding for o in pooled]))
 
 
 Grid = tuple[int, int]
-"""Tensor-parallel ranks, and pipeline stages."""
+"""Tensor-parallel size and pipeline-parallel size."""
 
 
 def parallel(grid: Grid) -> dict[str, int]:
@@ -116,9 +116,14 @@ def parallel(grid: Grid) -> dict[str, int]:
         ),
     ],
 )
-def test_any_number_of_ranks_gives_the_same_bits(checkpoint: Path, kind: str, grids: list[Grid]) -> None:
-    dtype, quantization, kept = kind.split()
-    options = OPTIONS | {"dtype": dtype, "quantization": quantization, "kv_cache_dtype": kept, "enable_lora": True}
+def test_ranks_give_bits_of_one_rank(checkpoint: Path, kind: str, grids: list[Grid]) -> None:
+    dtype, quantization, kv_cache_dtype = kind.split()
+    options = OPTIONS | {
+        "dtype": dtype,
+        "quantization": quantization,
+        "kv_cache_dtype": kv_cache_dtype,
+        "enable_lora": True,
+    }
     expected = results(LLM(checkpoint, **options), checkpoint / "adapter")
     for grid in grids:
         llm = LLM(checkpoint, **parallel(grid), **options)
@@ -130,11 +135,14 @@ def test_any_number_of_ranks_gives_the_same_bits(checkpoint: Path, kind: str, gr
     ("config", "grid"),
     [
         (Qwen2Config(**SMALL), (1, 2)),
-        (LlamaConfig(**SMALL, tie_word_embeddings=False, attention_bias=True, mlp_bias=True), (4, 1)),  # two a KV head
+        (
+            LlamaConfig(**SMALL, tie_word_embeddings=False, attention_bias=True, mlp_bias=True),
+            (4, 1),
+        ),  # two ranks per KV head
     ],
     ids=["qwen2", "llama"],
 )
-def test_ranks_find_what_transformers_finds(config: PreTrainedConfig, grid: Grid, tmp_path: Path) -> None:
+def test_ranks_generate_tokens_of_transformers(config: PreTrainedConfig, grid: Grid, tmp_path: Path) -> None:
     model: PreTrainedModel = save(config, tmp_path)
     prompt = list(range(2, 40))
     made = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
@@ -145,17 +153,17 @@ def test_ranks_find_what_transformers_finds(config: PreTrainedConfig, grid: Grid
 
 
 @pytest.mark.parametrize("method", ["draft_model", "mtp"])
-def test_ranks_draft_and_swap_together(method: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_ranks_keep_outputs_with_drafts_and_swapping(method: str, checkpoint: Path, tmp_path: Path) -> None:
     """With so few blocks that sequences are swapped out and in."""
-    folder = with_head(tmp_path, knowing=False) if method == "mtp" else checkpoint
+    folder = with_head(tmp_path, accurate=False) if method == "mtp" else checkpoint
     config = {"num_speculative_tokens": 2, "adaptive": False, "method": method}
     config |= {"model": str(folder)} if method == "draft_model" else {}
     options = OPTIONS | {"dtype": "float32", "num_gpu_blocks_override": 20, "preemption_mode": "swap"}
     prompts = [[2 + (7 * i + j) % 5 for j in range(20)] for i in range(6)]
-    asked = [SamplingParams(temperature=i % 2, seed=i, max_tokens=60, ignore_eos=True) for i in range(6)]
-    expected = LLM(folder, **options).generate(prompts, asked, use_tqdm=False)
+    params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=60, ignore_eos=True) for i in range(6)]
+    expected = LLM(folder, **options).generate(prompts, params, use_tqdm=False)
     llm = LLM(folder, tensor_parallel_size=2, swap_space=0.001, speculative_config=config, **options)
-    found = llm.generate(prompts, asked, use_tqdm=False)
+    found = llm.generate(prompts, params, use_tqdm=False)
     assert [output.outputs for output in found] == [output.outputs for output in expected]
     assert llm.engine.scheduler.num_preemptions > 0
     assert llm.engine.speculation and llm.engine.speculation.stats.draft_tokens > 0
@@ -164,7 +172,7 @@ def test_ranks_draft_and_swap_together(method: str, checkpoint: Path, tmp_path: 
 
 @contextmanager
 def ranks(checkpoint: Path, grid: Grid = (2, 1), **options: Any) -> Iterator[tuple[Engine, list[int]]]:
-    """An engine, and its workers' processes."""
+    """Start an engine; yield it and the process ids of its workers."""
     fixed = {"model": str(checkpoint), "dtype": "float32", "max_model_len": 256, **parallel(grid)}
     with closing(Engine(EngineOptions(**OPTIONS | fixed | options))) as engine:
         executor = engine._executor
@@ -172,23 +180,23 @@ def ranks(checkpoint: Path, grid: Grid = (2, 1), **options: Any) -> Iterator[tup
 
 
 @pytest.mark.parametrize(("grid", "rank"), [((2, 1), 1), ((1, 2), 0)])
-def test_a_rank_that_is_killed_is_named_and_ends_all(checkpoint: Path, grid: Grid, rank: int) -> None:
+def test_killed_rank_is_named_and_all_ranks_end(checkpoint: Path, grid: Grid, rank: int) -> None:
     with ranks(checkpoint, grid) as (engine, pids):
-        message = lost(engine, lambda: os.kill(pids[rank], signal.SIGKILL))
+        message = lose_worker(engine, lambda: os.kill(pids[rank], signal.SIGKILL))
         assert f"the worker of rank {rank} (process {pids[rank]}) ended: killed by SIGKILL" in message
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 @pytest.mark.parametrize(("grid", "rank"), [((2, 1), 1), ((1, 2), 0), ((1, 2), 1)])
-def test_a_rank_that_hangs_is_named_and_ends_all(checkpoint: Path, grid: Grid, rank: int) -> None:
+def test_hanging_rank_is_named_and_all_ranks_end(checkpoint: Path, grid: Grid, rank: int) -> None:
     with ranks(checkpoint, grid, engine_iteration_timeout=2.0) as (engine, pids):
-        message = lost(engine, lambda: os.kill(pids[rank], signal.SIGSTOP))
+        message = lose_worker(engine, lambda: os.kill(pids[rank], signal.SIGSTOP))
         assert f"the worker of rank {rank} (process {pids[rank]}) has not answered in time" in message
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-class Failing:
-    """Functions that fail once, in one process.
+class FaultInjector:
+    """Lets functions fail once, in one process.
 
     Args:
         functions: module and name of each, as in ``penstock.ops.cpu:copy_blocks``.
@@ -204,12 +212,12 @@ class Failing:
                 module, _, path = where.partition(":")
                 *parents, name = path.split(".")
                 owner = functools.reduce(getattr, parents, importlib.import_module(module))
-                whole = getattr(owner, name)
+                original = getattr(owner, name)
                 def function(*args, **options):
                     if flag.exists() and flag.read_text() == f"{{os.getpid()}} {{where}}":
                         flag.unlink()
                         raise RuntimeError("the device has failed")
-                    return whole(*args, **options)
+                    return original(*args, **options)
                 setattr(owner, name, function)
             for where in {functions!r}:
                 fail_once(where)
@@ -222,7 +230,7 @@ class Failing:
 
 
 def tokens(engine: Engine, n: int) -> dict[int, list[int]]:
-    """What ``n`` sequences of a request are, whose logits lie in memory that the ranks share."""
+    """Tokens of the ``n`` sequences of a request. Their logits are in memory that the ranks share."""
     engine.add(request("a" * n, n=n, temperature=1, max_tokens=8))
     found: dict[int, list[int]] = {}
     for delta in run(engine):
@@ -231,27 +239,27 @@ def tokens(engine: Engine, n: int) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("grid", [(2, 1), (1, 2)])
-def test_a_step_that_fails_on_one_rank_fails_on_all(
+def test_step_failing_on_one_rank_fails_on_all(
     grid: Grid, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before some of its barriers. Other requests go on, with the tokens that they would have had: also those that need
-    memory of other sizes, of which the rank that failed has allocated less."""
+    """It fails before some of its barriers. Other requests get the same tokens as without the failure, also requests
+    that need shared memory of other sizes, of which the failed rank has allocated less."""
     with ranks(checkpoint, (1, 1)) as (engine, _):
         expected = {n: tokens(engine, n) for n in (1, 2, 4, 8)}
     copy_blocks = "penstock.ops.cpu:copy_blocks"
-    failing = Failing(tmp_path, monkeypatch, copy_blocks)
+    injector = FaultInjector(tmp_path, monkeypatch, copy_blocks)
     with ranks(checkpoint, grid) as (engine, pids):
         for rank, n in ((1, 4), (0, 8)):
             engine.add(request("failing", n=n))
-            failing.fail(pids[rank], copy_blocks)
+            injector.fail(pids[rank], copy_blocks)
             deltas = engine.step()
             assert [delta.failure and delta.failure.code for delta in deltas] == [Code.INTERNAL] * n
             assert engine.failure is None and not engine.busy
             for size in (1, 8, 2, 4):
                 assert tokens(engine, size) == expected[size]
-            failing.fail(pids[rank], copy_blocks)
+            injector.fail(pids[rank], copy_blocks)
             engine._executor.submit(StepInput(RowUpdates(), EMPTY, EMPTY, EMPTY, EMPTY.astype(bool)))
-            with pytest.raises(StepFailedError):  # it computes nothing, but swaps
+            with pytest.raises(StepFailedError):  # no tokens to compute, only blocks to copy
                 engine._executor.collect()
 
 
@@ -262,41 +270,41 @@ def test_a_step_that_fails_on_one_rank_fails_on_all(
         ("draft_model", "penstock.engine.worker.spec_decode.draft_model:DraftModel"),
     ],
 )
-def test_a_drafter_that_fails_on_one_rank_costs_drafts_only(
+def test_drafter_failing_on_one_rank_loses_only_drafts(
     method: str, drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before some of its barriers; or, where it is about to take in the rows, the step."""
+    """It fails before some of its barriers. Only a failure in ``apply``, which updates its rows, fails the step."""
     (tmp_path / "checkpoint").mkdir()
-    folder = with_head(tmp_path / "checkpoint", knowing=False)
+    folder = with_head(tmp_path / "checkpoint", accurate=False)
     with ranks(folder, (1, 1)) as (engine, _):
         expected = {n: tokens(engine, n) for n in (1, 2, 8)}
     functions = [f"{drafter}.{name}" for name in ("propose", "after_step", "apply")]
-    failing = Failing(tmp_path, monkeypatch, *functions)
+    injector = FaultInjector(tmp_path, monkeypatch, *functions)
     config = {"num_speculative_tokens": 3, "adaptive": False, "method": method}
     config |= {"model": str(folder)} if method == "draft_model" else {}
     with ranks(folder, speculative_config=json.dumps(config)) as (engine, pids):
         for function in functions:
             engine.add(request("failing", n=4, temperature=1, max_tokens=30))
             engine.step()
-            failing.fail(pids[1], function)
+            injector.fail(pids[1], function)
             failed = [delta for delta in run(engine) if delta.failure]
             assert len(failed) == (4 if function.endswith("apply") else 0) and engine.failure is None
             assert {n: tokens(engine, n) for n in (1, 8, 2)} == expected
 
 
-def test_ranks_draft_what_one_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = with_head(tmp_path, knowing=False)
+def test_ranks_draft_same_tokens_as_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = with_head(tmp_path, accurate=False)
     config = json.dumps({"num_speculative_tokens": 3, "adaptive": False, "method": "mtp"})
     drafted: list[list[list[int] | None]] = []
     run_call = Executor.run
 
-    def noted(self: Executor, call: WorkerCall) -> Any:
+    def recording_run(self: Executor, call: WorkerCall) -> Any:
         answer = run_call(self, call)
         if isinstance(call, Propose):
             drafted.append(answer)
         return answer
 
-    monkeypatch.setattr(Executor, "run", noted)
+    monkeypatch.setattr(Executor, "run", recording_run)
     found = []
     for size in (1, 2):
         drafted.clear()
@@ -308,51 +316,50 @@ def test_ranks_draft_what_one_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found[0] == found[1] and len(found[0]) > 4
 
 
-def test_an_adapter_that_one_rank_cannot_read_leaves_nothing_behind(
+def test_adapter_unreadable_on_one_rank_leaves_no_weights(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the slot, into which the other rank has put it: the next adapter there has fewer layers."""
+    """The other rank has put it into the slot; the next adapter of the slot has fewer layers."""
     tensors = load_file(checkpoint / "adapter" / "adapter_model.safetensors")
     (tmp_path / "smaller").mkdir()
     shutil.copy(checkpoint / "adapter" / "adapter_config.json", tmp_path / "smaller")
     kept = {name: tensor for name, tensor in tensors.items() if "layers.0.self_attn.q_proj" in name}
     save_file(kept, tmp_path / "smaller" / "adapter_model.safetensors")
     read = "penstock.models.weights.lora:_tensors"
-    failing = Failing(tmp_path, monkeypatch, read)
+    injector = FaultInjector(tmp_path, monkeypatch, read)
     found = []
     for size in (1, 2):
         with ranks(checkpoint, (size, 1), enable_lora=True) as (engine, pids):
             if size > 1:
-                failing.fail(pids[1], read)
+                injector.fail(pids[1], read)
                 loading = engine.adapters.load("larger", str(checkpoint / "adapter"))
                 with pytest.raises(PenstockError, match="could not be read"):
                     engine.adapters.wait(loading)
             engine.adapters.wait(engine.adapters.load("smaller", str(tmp_path / "smaller")))
-            asked = request("adapted", temperature=0, max_tokens=20)
-            engine.add(msgspec.structs.replace(asked, adapter="smaller"))
+            engine.add(msgspec.structs.replace(request("adapted", temperature=0, max_tokens=20), adapter="smaller"))
             found.append([token for delta in run(engine) for token in delta.token_ids])
     assert found[0] == found[1]
 
 
-def test_a_grammar_over_a_vocabulary_smaller_than_its_panels(tmp_path: Path) -> None:
-    """Two ranks share 100 tokens, whose bits are no whole words."""
+def test_grammar_with_vocabulary_smaller_than_its_panels(tmp_path: Path) -> None:
+    """Two ranks share 100 tokens; the bits of a rank's tokens do not fill whole words."""
     save(Qwen3Config(**SMALL | {"vocab_size": 100}, head_dim=16, sliding_window=None), tmp_path)
     characters = [chr(code) for code in range(33, 131)]
     vocabulary = {token: number for number, token in enumerate(["<pad>", "<eos>", *characters])}
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    asked = SamplingParams(temperature=0, guided_decoding=GuidedDecodingParams(regex="[a-z]{3}[0-9]{4}"))
+    params = SamplingParams(temperature=0, guided_decoding=GuidedDecodingParams(regex="[a-z]{3}[0-9]{4}"))
     found = []
     for size in (1, 2):
         llm = LLM(tmp_path, dtype="float32", tensor_parallel_size=size, **OPTIONS)
-        found += [output.outputs[0].token_ids for output in llm.generate([[3, 4, 5]], asked, use_tqdm=False)]
+        found += [output.outputs[0].token_ids for output in llm.generate([[3, 4, 5]], params, use_tqdm=False)]
         llm.engine.close()
     assert found[0] == found[1] and len(found[0]) >= 7
 
 
-def test_no_failed_step_is_missed() -> None:
-    """By a rank that looks only when the next step has failed, too."""
+def test_rank_notices_every_failed_step() -> None:
+    """Also if it checks only after the next step has failed, too."""
     memory, steps = create_memory(), 20_000
     child = os.fork()
     group = SharedMemoryGroup(memory, int(not child), 2, timeout=30)
@@ -368,18 +375,18 @@ def test_no_failed_step_is_missed() -> None:
     os.close(memory)
 
 
-def test_a_rank_that_cannot_be_started_leaves_no_other(checkpoint: Path) -> None:
-    """As no file descriptors are left, after some ranks have started."""
+def test_failed_start_of_a_rank_leaves_no_ranks(checkpoint: Path) -> None:
+    """File descriptors run out after some ranks have started."""
     options = EngineOptions(model=str(checkpoint), tensor_parallel_size=2, pipeline_parallel_size=2)
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     with closing(MultiprocExecutor(options)):
-        taken = len(os.listdir("/proc/self/fd")) - before
+        num_used = len(os.listdir("/proc/self/fd")) - before
         assert len(worker_pids(os.getpid())) == 4
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     failed = 0
-    for part in (0.2, 0.4, 0.6, 0.8):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (before + int(part * taken), hard))
+    for fraction in (0.2, 0.4, 0.6, 0.8):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before + int(fraction * num_used), hard))
         try:
             with closing(MultiprocExecutor(options)):
                 pass
@@ -393,9 +400,9 @@ def test_a_rank_that_cannot_be_started_leaves_no_other(checkpoint: Path) -> None
         assert tokens(engine, 2)
 
 
-def test_long_messages_hold_up_no_pipeline(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that does not fit into the first stage's ring, hidden states that do not fit into that between the stages,
-    and logits that do not fit into the last one's, all on their way at the same time."""
+def test_messages_longer_than_rings_do_not_block_pipeline(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the same time: a step longer than the first stage's ring, hidden states longer than the ring between the
+    stages, and logits longer than the last stage's ring."""
     prompts = [[i % 300 + 2 for i in range(length)] for length in (230, 240, 250)]
     params = SamplingParams(temperature=0, max_tokens=3, return_context_logits=True)
     options = OPTIONS | {"max_num_batched_tokens": 64, "dtype": "float32"}
@@ -406,7 +413,7 @@ def test_long_messages_hold_up_no_pipeline(checkpoint: Path, monkeypatch: pytest
         assert [output.context_logits for output in llm.generate(prompts, params)] == expected
 
 
-def test_ranks_that_do_not_end_are_killed_together(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_end_are_killed_at_the_same_time(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ranks(checkpoint, (2, 2)) as (engine, pids):
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
@@ -417,7 +424,7 @@ def test_ranks_that_do_not_end_are_killed_together(checkpoint: Path, monkeypatch
         assert not worker_pids(os.getpid())
 
 
-def test_a_fork_of_the_engine_does_not_end_its_ranks(checkpoint: Path) -> None:
+def test_close_in_forked_process_does_not_end_ranks(checkpoint: Path) -> None:
     with ranks(checkpoint) as (engine, _):
         child = os.fork()
         if not child:
@@ -428,7 +435,7 @@ def test_a_fork_of_the_engine_does_not_end_its_ranks(checkpoint: Path) -> None:
         assert engine.failure is None
 
 
-def test_a_rank_that_hangs_while_it_reads_is_named(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_hanging_while_loading_adapter_is_named(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ranks(checkpoint, enable_lora=True) as (engine, pids):
         monkeypatch.setattr(multiproc, "LOAD_TIMEOUT", 5.0)
         os.kill(pids[1], signal.SIGSTOP)
@@ -437,12 +444,15 @@ def test_a_rank_that_hangs_while_it_reads_is_named(checkpoint: Path, monkeypatch
             engine.adapters.wait(loading)
 
 
-def test_ranks_that_cannot_share_the_model_do_not_start(checkpoint: Path, tmp_path: Path) -> None:
+def test_invalid_parallel_options_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     save(LlamaConfig(**SMALL), tmp_path)
     with pytest.raises(PenstockError, match="3 ranks cannot share 4 query heads"):
         LLM(tmp_path, tensor_parallel_size=3, **OPTIONS)
-    for layers, words in (("3", "2 numbers of at least 1 whose sum is 3"), ("1,x", "not a list of numbers of layers")):
-        with pytest.raises(PenstockError, match=words):
+    for layers, message in (
+        ("3", "2 numbers of at least 1 whose sum is 3"),
+        ("1,x", "not a list of numbers of layers"),
+    ):
+        with pytest.raises(PenstockError, match=message):
             LLM(checkpoint, pipeline_parallel_size=2, pipeline_parallel_layers=layers, **OPTIONS)
     with pytest.raises(PenstockError, match="1 numbers of at least 1 whose sum is 3"):
         LLM(checkpoint, pipeline_parallel_layers="1,2", **OPTIONS)
@@ -460,11 +470,11 @@ def test_ranks_that_cannot_share_the_model_do_not_start(checkpoint: Path, tmp_pa
         LLM(checkpoint, tensor_parallel_size=2, distributed_executor_backend="uni", **OPTIONS)
     first = min(os.sched_getaffinity(0))
     for cores in ("1023", f"{first},1023", "99999999999"):
-        words = f"this process cannot use the cores {cores.rpartition(',')[2]}"
-        with pytest.raises(PenstockError, match=words):
+        message = f"this process cannot use the cores {cores.rpartition(',')[2]}"
+        with pytest.raises(PenstockError, match=message):
             LLM(checkpoint, tensor_parallel_size=2, cpu_binding=f"{first}|{cores}", **OPTIONS)
         assert first in os.sched_getaffinity(0)
-        with pytest.raises(PenstockError, match=words):
+        with pytest.raises(PenstockError, match=message):
             bind_replica(f"{first}|{cores}", 1, 2, 1)
     with pytest.raises(PenstockError, match="has cores for 1 ranks, but there are 2"):
         LLM(checkpoint, tensor_parallel_size=2, cpu_binding="0-1", **OPTIONS)
@@ -490,8 +500,8 @@ def test_without_kernels_one_rank_works_and_several_are_refused(tmp_path: Path) 
     assert "several ranks need the CPU kernels, which cannot be imported" in run.stdout, run.stderr
 
 
-def test_ranks_are_bound_to_cores_of_their_own(checkpoint: Path) -> None:
-    """Shared out evenly; or those that they are told, which may be the same ones."""
+def test_ranks_are_bound_to_separate_cores(checkpoint: Path) -> None:
+    """Cores are divided evenly, or given by ``cpu_binding``, which may name the same cores for several ranks."""
     shares = [cores_of_rank("auto", rank, 2) for rank in range(2)]
     usable = os.sched_getaffinity(0)
     assert set.union(*shares) == (usable if len(usable) > 1 else set()) and not set.intersection(*shares)
@@ -516,15 +526,15 @@ def test_ranks_are_bound_to_cores_of_their_own(checkpoint: Path) -> None:
         ("bladellm", "--pipeline_parallel_size", "pipeline_parallel_size"),
     ],
 )
-def test_ranks_are_asked_for_as_elsewhere(
+def test_compat_flags_set_parallel_sizes(
     capsys: pytest.CaptureFixture[str], profile: str, flag: str, setting: str
 ) -> None:
     assert main(["config", "--json", "--compat", profile, flag, "4"]) == 0
     assert json.loads(capsys.readouterr().out)[setting]["value"] == 4
 
 
-def test_layers_are_split_by_what_stages_read() -> None:
-    """The last stage reads the language model head, too, which may be as large as several layers."""
+def test_layers_are_split_by_bytes_read_per_stage() -> None:
+    """The last stage also reads the language model head, which may be as large as several layers."""
     config = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 12, "intermediate_size": 128}
     small, large = (model_size_of(config | {"vocab_size": size}) for size in (100, 2500))
     layer = small.layer_weights // 12
@@ -535,7 +545,7 @@ def test_layers_are_split_by_what_stages_read() -> None:
 
 
 def test_torchrun_starts_one_server() -> None:
-    """Of as many ranks as it was to start processes."""
+    """The server has as many ranks as torchrun was to start processes."""
     command = [
         sys.executable,
         "-m",

@@ -1,4 +1,4 @@
-"""On a Ray cluster: the same bits as without, streams, autoscaling, a node that is killed, and Ray Serve LLM."""
+"""Ray clusters: the same bits as without Ray, streams, autoscaling, killed nodes, and Ray Serve LLM."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CHAT = {"messages": [{"role": "user", "content": "What is the capital of Canada?
 
 @pytest.fixture(scope="module")
 def deployed() -> Iterator[RayCommand]:
-    """An application with one replica or two, which scales by the KV cache alone."""
+    """An application with one or two replicas, scaled by the usage of the KV cache only."""
     args = {
         "num_gpu_blocks_override": 100,
         "max_replicas": 2,
@@ -66,17 +66,17 @@ def complete(url: str, **body: Any) -> dict[str, Any]:
 
 
 def bits(answer: dict[str, Any]) -> Any:
-    """What does not depend on the request's id and time."""
+    """Texts and logprobs of an answer: the parts that do not depend on id and time."""
     return [(choice["text"], choice["logprobs"]) for choice in answer["choices"]]
 
 
-def test_answers_are_those_without_ray(deployed: RayCommand, servers: Servers) -> None:
-    """In several dialects; streams add up to the same."""
+def test_answers_on_ray_equal_answers_of_server(deployed: RayCommand, servers: Servers) -> None:
+    """In several dialects; a stream adds up to the same text."""
     served = servers.get(*BLOCKS)
-    asked = [{"prompt": prompt, "temperature": i % 2, "seed": i, "n": 1 + i % 3} for i, prompt in enumerate(PROMPTS)]
-    expected = [bits(complete(served.root, **body)) for body in asked]
-    with ThreadPoolExecutor(len(asked)) as threads:
-        assert list(threads.map(lambda body: bits(complete(deployed.url, **body)), asked)) == expected
+    requests = [{"prompt": prompt, "temperature": i % 2, "seed": i, "n": 1 + i % 3} for i, prompt in enumerate(PROMPTS)]
+    expected = [bits(complete(served.root, **body)) for body in requests]
+    with ThreadPoolExecutor(len(requests)) as threads:
+        assert list(threads.map(lambda body: bits(complete(deployed.url, **body)), requests)) == expected
     for path, body in (
         ("/v1/chat/completions", {**CHAT, "logprobs": True}),
         ("/v1/messages", {**CHAT, "model": "default"}),
@@ -88,14 +88,14 @@ def test_answers_are_those_without_ray(deployed: RayCommand, servers: Servers) -
             for field in ("id", "created"):
                 answer.pop(field, None)
         assert answers[0] == answers[1], path
-    with httpx.stream("POST", f"{deployed.url}/v1/completions", json={**asked[0], "stream": True}) as response:
+    with httpx.stream("POST", f"{deployed.url}/v1/completions", json={**requests[0], "stream": True}) as response:
         events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
     assert events[-1] == "[DONE]" and len(events) > 5
     text = "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1] if '"choices":[{' in event)
     assert text == complete(served.root, prompt=PROMPTS[0], temperature=0, seed=0, max_tokens=16)["choices"][0]["text"]
 
 
-def test_errors_are_the_dialects_own(deployed: RayCommand) -> None:
+def test_errors_have_format_of_dialect(deployed: RayCommand) -> None:
     body = {"prompt": "x", "temperature": -1}
     answer = httpx.post(f"{deployed.url}/v1/completions", json=body, headers={"X-Request-Id": "mine"})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "temperature"
@@ -105,9 +105,9 @@ def test_errors_are_the_dialects_own(deployed: RayCommand) -> None:
     assert "penstock:num_requests_running" in httpx.get(f"{deployed.url}/metrics").text
 
 
-def test_replicas_follow_the_kv_cache(deployed: RayCommand) -> None:
-    """A request that fills the cache brings a second replica, which goes again with it; a client that goes cancels its
-    request."""
+def test_number_of_replicas_follows_kv_cache_usage(deployed: RayCommand) -> None:
+    """A request that fills the cache starts a second replica, which ends after the request; a client that disconnects
+    cancels its request."""
     after = len(deployed.lines)
     stop = threading.Event()
 
@@ -131,7 +131,7 @@ def test_replicas_follow_the_kv_cache(deployed: RayCommand) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"role": "decode"}, "--role has no meaning on Ray: use penstock serve for separate prefill"),
         ({"port": 8001}, "--port has no meaning on Ray: Ray Serve's proxies listen"),
@@ -141,18 +141,18 @@ def test_replicas_follow_the_kv_cache(deployed: RayCommand) -> None:
         ({"min_replicas": 3, "max_replicas": 2}, "max_replicas"),
     ],
 )
-def test_options_that_a_deployment_cannot_have(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(PenstockError, match=said):
+def test_invalid_deployment_options_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(PenstockError, match=message):
         app(Arguments(**given))
 
 
-def test_options_that_ranks_on_a_cluster_cannot_have() -> None:
+def test_invalid_options_for_ranks_on_ray_are_refused() -> None:
     for given in ({"nnodes": 2}, {"data_parallel_size": 2}):
         with pytest.raises(PenstockError, match=next(iter(given))):
             Engine(EngineOptions(tensor_parallel_size=2, distributed_executor_backend="ray", **given))
 
 
-def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_cluster_is_refused_after_node_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     (port,) = free_ports(1)
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
     options = EngineOptions(tensor_parallel_size=2, distributed_executor_backend="ray", node_timeout=0.5)
@@ -160,29 +160,29 @@ def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         Engine(options)
 
 
-def test_an_error_reaches_another_process() -> None:
-    """As Ray sends it from an actor to its caller."""
+def test_error_is_equal_after_pickling() -> None:
+    """Ray pickles errors to send them from an actor to its caller."""
     with pytest.raises(PenstockError) as raised:
         app(Arguments(max_num_seqs=0))
     assert pickle.loads(pickle.dumps(raised.value)).failure == raised.value.failure
 
 
-def test_without_the_extra_the_import_says_what_to_install() -> None:
+def test_import_without_ray_names_the_extra() -> None:
     code = "import sys; sys.modules['ray'] = None; import penstock.ray"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "pip install 'penstock-llm[ray]'" in ran.stderr.splitlines()[-1]
 
 
 @pytest.mark.thorough
-def test_a_node_that_is_killed_costs_errors_and_nothing_else() -> None:
-    """Of three nodes two have a replica. Under load one of them is killed: no request hangs, or has a wrong answer; the
-    others are answered; the third node gets a replica, and then all requests are answered."""
+def test_killed_node_causes_errors_until_its_replica_is_replaced() -> None:
+    """Two of three nodes have a replica, and one of these is killed under load. No request hangs or has a wrong answer;
+    the third node gets a replica, and then all requests are answered."""
     args = {
         "num_gpu_blocks_override": 100,
         "min_replicas": 2,
         "deployment_config": {"max_replicas_per_node": 1, "health_check_period_s": 1},
     }
-    ended = Counter[str]()
+    outcomes = Counter[str]()
     stop = threading.Event()
     with RayCluster(0, 1, 1, 1) as cluster, cluster.serve(args) as running:
         expected = {prompt: text_of(running.url, prompt) for prompt in PROMPTS}
@@ -194,36 +194,36 @@ def test_a_node_that_is_killed_costs_errors_and_nothing_else() -> None:
                 began = time.monotonic()
                 try:
                     text = text_of(running.url, prompt)
-                    ended["right" if text == expected[prompt] else "wrong"] += 1
+                    outcomes["right" if text == expected[prompt] else "wrong"] += 1
                 except (httpx.HTTPError, AssertionError):
-                    ended["failed"] += 1
-                ended["slow"] += time.monotonic() - began > 30
+                    outcomes["failed"] += 1
+                outcomes["slow"] += time.monotonic() - began > 30
 
         with ThreadPoolExecutor(8) as threads:
             clients = [threads.submit(load, number) for number in range(8)]
             try:
-                until(lambda: ended["right"] > 50)
+                until(lambda: outcomes["right"] > 50)
                 victim = next(raylet for raylet in cluster.raylets if cluster.replicas_of(raylet))
                 replicas = cluster.replicas_of(victim)
                 os.kill(victim, signal.SIGKILL)
                 for replica in replicas:
-                    os.kill(replica, signal.SIGKILL)  # as where the machine is gone
-                killed = ended["right"]
-                until(lambda: ended["right"] > killed + 50)
+                    os.kill(replica, signal.SIGKILL)  # as if the machine had failed
+                killed = outcomes["right"]
+                until(lambda: outcomes["right"] > killed + 50)
                 until(lambda: sum(bool(cluster.replicas_of(raylet)) for raylet in cluster.raylets) == 2)
-                until(lambda: len(answering(running.url)) == 2)
+                until(lambda: len(answering_replicas(running.url)) == 2)
             finally:
                 stop.set()
             for client in clients:
                 client.result()
-        assert not ended["wrong"] and not ended["slow"] and ended["failed"] < ended["right"]
+        assert not outcomes["wrong"] and not outcomes["slow"] and outcomes["failed"] < outcomes["right"]
         assert [text_of(running.url, prompt) for prompt in PROMPTS] == list(expected.values())
 
 
 @pytest.mark.thorough
-def test_a_replica_outlives_its_engine_and_is_replaced_after_three() -> None:
-    """Streams of an engine that is killed get an error. A replica that is killed takes its engine along. Open requests
-    end before a deployment does."""
+def test_replica_is_replaced_after_three_engine_failures() -> None:
+    """Streams of a killed engine get an error. A killed replica ends its engine. Open requests are completed before a
+    deployment ends."""
     args = {"num_gpu_blocks_override": 100, "deployment_config": {"health_check_period_s": 1}}
     with RayCluster(2) as cluster, cluster.serve(args) as running:
         expected = text_of(running.url, PROMPTS[0])
@@ -258,14 +258,14 @@ def test_a_replica_outlives_its_engine_and_is_replaced_after_three() -> None:
             environment = os.environ | cluster.environment | {"RAY_ADDRESS": cluster.address}
             deleting = subprocess.Popen([sys.executable, "-c", delete], env=environment)
             running.find("Removing 1 replica", after)
-            assert not any("output=5700" in line for line in running.lines[after:])  # it goes on
+            assert not any("output=5700" in line for line in running.lines[after:])  # still running
             assert list(lines)[-1] == "data: [DONE]"
         running.find("output=5700 .*finish=length", after)
         assert deleting.wait(60) == 0 and not cluster.engines
 
 
 def text_of(url: str, prompt: str) -> str:
-    """A streamed answer. Raises ``AssertionError`` where an error comes in its place, or in the midst of it."""
+    """Text of a streamed answer. Raises ``AssertionError`` if an error comes instead of it or within it."""
     text = ""
     body = {"prompt": prompt, "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
@@ -278,8 +278,8 @@ def text_of(url: str, prompt: str) -> str:
     return text
 
 
-def answering(url: str) -> set[int]:
-    """When those replicas were started that answer."""
+def answering_replicas(url: str) -> set[int]:
+    """Start times of the replicas that answer."""
     answers = [httpx.get(f"{url}/v1/models") for _ in range(20)]
     return {answer.json()["data"][0]["created"] for answer in answers if answer.status_code == 200}
 
@@ -295,9 +295,9 @@ PLACED = ("--tensor-parallel-size", "2", "--distributed-executor-backend", "ray"
 
 
 @pytest.mark.thorough
-def test_ranks_on_a_placement_group(servers: Servers) -> None:
-    """Two ranks on two of three nodes compute what one computes. Where the process of a node is killed, or the node,
-    requests get an error, and the engine comes back with ranks on the nodes that are left."""
+def test_ranks_on_placement_group_recover_from_killed_node(servers: Servers) -> None:
+    """Two ranks on two of three nodes give the bits of one rank. When the process of a node or the node is killed,
+    requests get an error, and the engine starts again with ranks on the remaining nodes."""
     expected = {prompt: bits(complete(servers.get(*BLOCKS).root, prompt=prompt)) for prompt in PROMPTS}
     with RayCluster(1, 1, 1) as cluster:
         environment = cluster.environment | {"RAY_ADDRESS": cluster.address}
@@ -306,13 +306,13 @@ def test_ranks_on_a_placement_group(servers: Servers) -> None:
             with ThreadPoolExecutor(4) as threads:
                 found = threads.map(lambda prompt: bits(complete(served.root, prompt=prompt)), PROMPTS)
                 assert list(found) == list(expected.values())
-            for of_node in (False, True):
+            for whole_node in (False, True):
                 after = len(served.lines)
                 with httpx.stream("POST", f"{served.url}/completions", json=LONG) as response:
                     lines = response.iter_lines()
                     next(lines)
                     (node,) = (raylet for raylet in cluster.raylets if cluster.actors_of(raylet))
-                    for pid in [node] * of_node + cluster.actors_of(node):
+                    for pid in [node] * whole_node + cluster.actors_of(node):
                         os.kill(pid, signal.SIGKILL)
                     assert any('"error"' in line for line in lines)
                 served.find("node 1 .* (is lost|ended)", after)
@@ -325,14 +325,14 @@ REMOVE_GROUPS = """
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 ray.init()
-for group, about in placement_group_table().items():
-    if about["state"] == "PENDING":
+for group, info in placement_group_table().items():
+    if info["state"] == "PENDING":
         remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group)))
 """
 
 
 @pytest.mark.thorough
-def test_why_ranks_cannot_be_placed_is_said(tmp_path: Path) -> None:
+def test_reason_why_ranks_cannot_be_placed_is_logged(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['penstock.ops.cores'] = None")
     with RayCluster(1) as cluster:
         environment = {**cluster.environment, "RAY_ADDRESS": cluster.address}
@@ -341,12 +341,12 @@ def test_why_ranks_cannot_be_placed_is_said(tmp_path: Path) -> None:
         def serve(environment: dict[str, str], timeout: int = 60) -> RayCommand:
             return RayCommand([*SERVE, "--port", "0", *PLACED, "--node-timeout", str(timeout)], environment)
 
-        for given, timeout, said in (
+        for given, timeout, message in (
             (environment, 1, "the Ray cluster had no room for 2 ranks .* the first on this machine, within 1 seconds"),
             (without_token, 60, "penstock serve: no Ray cluster .* no authentication token"),
         ):
             with serve(given, timeout) as refused:
-                refused.find(said)
+                refused.find(message)
         with serve(environment) as waiting:
             waiting.find("waiting for the Ray cluster to have room for 2 ranks")
             subprocess.run([sys.executable, "-c", REMOVE_GROUPS], env=os.environ | environment, check=True)
@@ -361,8 +361,7 @@ def test_why_ranks_cannot_be_placed_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_replica_on_several_nodes(servers: Servers) -> None:
-    """They have the replica's ``runtime_env``."""
+def test_nodes_of_a_replica_have_its_runtime_env(servers: Servers) -> None:
     args = {
         "deployment_config": {"ray_actor_options": {"runtime_env": {"env_vars": {"OF_THE_REPLICA": "1"}}}},
         "num_gpu_blocks_override": 100,
@@ -386,8 +385,10 @@ SMALL = {
 
 
 @pytest.mark.thorough
-def test_direct_streaming_of_ray_serve_llm(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests reach the replica's own application, which has all dialects."""
+def test_direct_streaming_of_ray_serve_llm_gives_same_answers(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests go directly to the replica's application, which has all dialects."""
     pytest.importorskip("ray.serve.llm", exc_type=ImportError)
     monkeypatch.setenv("RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING", "1")
     monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
@@ -405,9 +406,9 @@ def test_direct_streaming_of_ray_serve_llm(servers: Servers, monkeypatch: pytest
 
 
 @pytest.mark.thorough
-def test_an_engine_of_ray_serve_llm(servers: Servers) -> None:
-    """Ray Serve LLM takes its request classes from vLLM or SGLang, and its own OpenAI application answers only where
-    FastAPI is older than 0.137."""
+def test_penstock_as_engine_of_ray_serve_llm_gives_same_answers(servers: Servers) -> None:
+    """Ray Serve LLM takes its request classes from vLLM or SGLang. Its OpenAI application answers only with FastAPI
+    before 0.137."""
     pytest.importorskip("ray.serve.llm", exc_type=ImportError)
     if tuple(map(int, fastapi.__version__.split(".")[:2])) >= (0, 137):
         pytest.skip("Ray Serve LLM's OpenAI application does not answer under this FastAPI")
@@ -429,13 +430,13 @@ def test_an_engine_of_ray_serve_llm(servers: Servers) -> None:
         whole = httpx.post(f"{running.url}/v1/chat/completions", json=chat).json()["choices"][0]["message"]["content"]
         with httpx.stream("POST", f"{running.url}/v1/chat/completions", json={**chat, "stream": True}) as response:
             events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
-        pieces = [json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events[:-1]]
-        assert events[-1] == "[DONE]" and "".join(pieces) == whole
-        one, other = (
+        chunks = [json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events[:-1]]
+        assert events[-1] == "[DONE]" and "".join(chunks) == whole
+        expected, found = (
             httpx.post(f"{root}/v1/embeddings", json={"model": model, "input": "The sea"}).json()["data"]
             for root, model in ((served.root, "default"), (running.url, "small"))
         )
-        assert one[0]["embedding"] == other[0]["embedding"]
+        assert expected[0]["embedding"] == found[0]["embedding"]
         tokens = httpx.post(f"{running.url}/tokenize", json={"model": "small", "prompt": "The sea"}).json()["tokens"]
         detokenized = httpx.post(f"{running.url}/detokenize", json={"model": "small", "tokens": tokens}).json()
         assert "The sea" in detokenized.values()
@@ -446,13 +447,13 @@ def test_an_engine_of_ray_serve_llm(servers: Servers) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("page", ["ray.md", "zh/ray.md"])
-def test_the_commands_of_the_page(page: str) -> None:
-    """A head and another node, the application from its command and from its file, and a request."""
+def test_commands_of_the_documentation_work(page: str) -> None:
+    """A head node and another node; the application, started by its command and from its file; a request."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     start, request = re.findall(r"```sh\n((?:export|curl) .*?)```", text, re.DOTALL)
     file, _ = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     export, head, node, command = start.splitlines()
-    port, cluster_port, *_ = (port for port in free_ports(40) if port >= 20_000)  # Ray's workers have those below
+    port, cluster_port, *_ = (port for port in free_ports(40) if port >= 20_000)  # Ray's workers use the ports below
     with scratch() as (folder, environment):
         (folder / "bin").mkdir()
         for name, code in {"ray": "scripts.scripts import main as cli", "serve": "serve.scripts import cli"}.items():
@@ -477,11 +478,11 @@ def test_the_commands_of_the_page(page: str) -> None:
         with RayCommand(["bash", "-ec", f"{export}\n{head}\n{node}\necho both run\ncat"], environment) as nodes:
             nodes.find("both run")
             environment["RAY_ADDRESS"] = f"127.0.0.1:{cluster_port}"
-            on_that_port = f"serve start --http-port {port}\n{command}"  # a command names no port
+            on_that_port = f"serve start --http-port {port}\n{command}"  # the documented command names no port
             for script in (on_that_port, f"serve run {folder}/app.yaml"):
                 with RayCommand(
                     ["bash", "-ec", f"{export}\n{script}"], environment, f"http://127.0.0.1:{port}"
                 ) as running:
                     running.wait_ready("/ready")
-                    said = subprocess.run(["bash", "-c", request], capture_output=True, text=True)
-                    assert "Ottawa" in said.stdout, script
+                    answer = subprocess.run(["bash", "-c", request], capture_output=True, text=True)
+                    assert "Ottawa" in answer.stdout, script

@@ -1,4 +1,4 @@
-"""Sampling against transformers' processors, against frequencies, and alone against in a batch."""
+"""Sampler: compared with transformers' logits processors and with expected frequencies, alone and in a batch."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def scores(rows: int, seed: int = 0) -> torch.Tensor:
         {"top_p": 1e-6},
     ],
 )
-def test_frequencies_are_those_of_the_library(params: dict[str, Any]) -> None:
-    """6,000 draws at different positions: chi-squared against the probabilities that its warpers leave."""
+def test_token_frequencies_equal_distribution_of_transformers(params: dict[str, Any]) -> None:
+    """6,000 samples with different seeds: chi-squared test against the distribution after transformers' warpers."""
     p = SamplingParams(**params)
     warpers: list[Any] = [TemperatureLogitsWarper(p.temperature), MinPLogitsWarper(p.min_p)]
     warpers += [TopKLogitsWarper(p.top_k)] if p.top_k else []
@@ -73,23 +73,25 @@ def test_frequencies_are_those_of_the_library(params: dict[str, Any]) -> None:
     row = scores(1)
     expected = LogitsProcessorList(warpers)(torch.zeros(1, 1, dtype=torch.int64), row.clone())[0].softmax(-1)
     draws = 6_000
-    many = [position(seed=seed, **params) for seed in range(draws)]
-    drawn = torch.tensor([d.token_ids[0] for d in sample(row.expand(draws, -1), many)])
+    positions = [position(seed=seed, **params) for seed in range(draws)]
+    drawn = torch.tensor([d.token_ids[0] for d in sample(row.expand(draws, -1), positions)])
     counts = drawn.bincount(minlength=VOCABULARY).double()
     assert counts[expected == 0].sum() == 0
-    likely = expected * draws >= 5
-    wanted = expected[likely].double() * draws
-    freedom = int(likely.sum()) - 1
-    assert ((counts[likely] - wanted) ** 2 / wanted).sum() < freedom + 5 * (2 * freedom) ** 0.5 + 1e-3
+    frequent = expected * draws >= 5
+    expected_counts = expected[frequent].double() * draws
+    freedom = int(frequent.sum()) - 1
+    assert ((counts[frequent] - expected_counts) ** 2 / expected_counts).sum() < freedom + 5 * (
+        2 * freedom
+    ) ** 0.5 + 1e-3
 
 
-def test_repetition_penalty_is_the_librarys() -> None:
+def test_repetition_penalty_equals_transformers() -> None:
     row, prompt, output = scores(1), [3, 4, 5], [6, 7, 7]
     expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([prompt + output]), row.clone())
     assert torch.equal(process_logits(row, [position(prompt, output, repetition_penalty=1.3)]), expected)
 
 
-def test_frequency_and_presence_count_the_output() -> None:
+def test_frequency_and_presence_penalties_count_output_tokens() -> None:
     row = scores(1)
     changed = process_logits(row, [position([3, 4], [6, 7, 7], frequency_penalty=0.5, presence_penalty=0.25)])
     expected = row.clone()
@@ -99,7 +101,7 @@ def test_frequency_and_presence_count_the_output() -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "output", "never"),
+    ("params", "output", "masked"),
     [
         ({"allowed_token_ids": (8, 9)}, [], set(range(50)) - {8, 9}),
         ({"bad_word_ids": ((5,), (6, 7), (8, 9, 10))}, [8, 9], {5, 10}),
@@ -110,15 +112,15 @@ def test_frequency_and_presence_count_the_output() -> None:
         ({"logit_bias": {3: -100.0}}, [], {3}),
     ],
 )
-def test_what_must_not_come_does_not(params: dict[str, Any], output: list[int], never: set[int]) -> None:
+def test_forbidden_tokens_are_masked(params: dict[str, Any], output: list[int], masked: set[int]) -> None:
     changed = process_logits(scores(1), [position(output=output, **params)])[0]
-    assert {i for i, score in enumerate(changed.tolist()) if score < -50} == never
+    assert {i for i, score in enumerate(changed.tolist()) if score < -50} == masked
 
 
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_a_row_is_drawn_as_if_alone(seed: int) -> None:
-    """Tokens and probabilities, bit by bit, whatever else is in the batch."""
+def test_sampled_row_does_not_depend_on_batch(seed: int) -> None:
+    """Tokens and logprobs are equal bit by bit."""
     rng, rows = Random(seed), 6
     positions = [
         position(
@@ -145,24 +147,24 @@ def test_a_row_is_drawn_as_if_alone(seed: int) -> None:
     "params",
     [{}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.5}, {"min_p": 0.1}, {"temperature": 0}, {"logprobs": 2}],
 )
-@pytest.mark.parametrize("spoiled", [float("-inf"), float("inf"), float("nan"), -float("nan")])
-def test_a_row_without_a_distribution_fails_and_spoils_no_other(params: dict[str, Any], spoiled: float) -> None:
+@pytest.mark.parametrize("value", [float("-inf"), float("inf"), float("nan"), -float("nan")])
+def test_non_finite_row_fails_alone(params: dict[str, Any], value: float) -> None:
     table, positions = scores(3), [position(seed=i, **params) for i in range(3)]
     alone = sample(table[[0, 2]], [positions[0], positions[2]])
-    for place in (7, slice(None)):
-        table[1, place] = spoiled
+    for columns in (7, slice(None)):
+        table[1, columns] = value
         together = sample(table, positions)
         assert [together[0], together[2]] == alone
-        if place == 7 and spoiled == float("-inf"):  # which forbids a token
+        if columns == 7 and value == float("-inf"):  # -inf masks a single token
             assert together[1].token_ids and not together[1].failure
         else:
             assert together[1] == SampledTokens([], failure=NON_FINITE_LOGITS)
 
 
-def test_a_row_of_which_nothing_is_allowed_fails() -> None:
-    forms = np.full((2, 2), -1, np.int32)
-    forms[1] = 0
-    first, second = sample(scores(2), [position(), position()], forms)
+def test_row_without_allowed_token_fails() -> None:
+    bitmask = np.full((2, 2), -1, np.int32)
+    bitmask[1] = 0
+    first, second = sample(scores(2), [position(), position()], bitmask)
     assert first.token_ids and second == SampledTokens([], failure=NOTHING_ALLOWED)
     (both,) = sample(scores(1), [position(output=[5], allowed_token_ids=(8,), bad_word_ids=((5, 8),))])
     assert both == SampledTokens([], failure=NOTHING_ALLOWED)
@@ -170,9 +172,9 @@ def test_a_row_of_which_nothing_is_allowed_fails() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_penalties_follow_a_row(seed: int) -> None:
-    """What is counted from step to step gives the bits of a count from the beginning: as a row grows by some tokens,
-    has drafts, is given other tokens than it sampled, or goes on from another beam."""
+def test_incremental_penalties_equal_fresh_penalties(seed: int) -> None:
+    """Token counts updated from step to step give the bits of counts made from scratch, while a row grows, has drafts,
+    is given other tokens than it sampled, or continues another beam."""
     rng = Random(seed)
     sampling = SamplingParams(max_tokens=100, repetition_penalty=1.3, frequency_penalty=0.3, presence_penalty=-0.2)
     prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 90))]
@@ -200,8 +202,8 @@ def test_penalties_follow_a_row(seed: int) -> None:
             batch.tokens[row, first : first + len(sampled)] = sampled
             check(row, known[row] + sampled)
             replaced = [*sampled[:-1], rng.randrange(VOCABULARY), rng.randrange(VOCABULARY)]
-            at = first + len(sampled) - 1
-            batch.apply(RowUpdates(tokens=np.array([row, at, 2, *replaced[-2:]], np.int32)))
+            offset = first + len(sampled) - 1
+            batch.apply(RowUpdates(tokens=np.array([row, offset, 2, *replaced[-2:]], np.int32)))
             known[row] += replaced
         if rng.random() < 0.3:
             parent, token = rng.randrange(2), rng.randrange(VOCABULARY)
@@ -210,15 +212,15 @@ def test_penalties_follow_a_row(seed: int) -> None:
             known[1 - parent] = [*known[parent], token]
 
 
-def test_logprobs_tell_the_models_own_scores() -> None:
+def test_logprobs_do_not_include_logit_bias() -> None:
     row = scores(1)
     (draw,) = sample(row, [position(temperature=0, logprobs=3, logit_bias={7: 100.0})])
     expected = row.log_softmax(-1)[0]
     assert draw.token_ids == [7]
     assert draw.logprobs is not None
-    own, *best = draw.logprobs[0]
-    assert (own.token_id, own.logprob) == (7, pytest.approx(expected[7].item()))
-    assert own.rank == (expected > expected[7]).sum() + 1
+    sampled, *best = draw.logprobs[0]
+    assert (sampled.token_id, sampled.logprob) == (7, pytest.approx(expected[7].item()))
+    assert sampled.rank == (expected > expected[7]).sum() + 1
     assert [p.token_id for p in best] == expected.argsort(descending=True)[:3].tolist()
     assert [p.rank for p in best] == [1, 2, 3]
 
@@ -240,7 +242,7 @@ def test_logprobs_tell_the_models_own_scores() -> None:
         ({"stop": ("",)}, "stop"),
     ],
 )
-def test_values_out_of_range_are_named(params: dict[str, Any], field: str) -> None:
+def test_values_out_of_range_are_refused_with_field(params: dict[str, Any], field: str) -> None:
     with pytest.raises(PenstockError) as refused:
         SamplingParams(**params)
     assert refused.value.failure.field == field

@@ -1,4 +1,4 @@
-"""The scheduler against a machine that keeps book of every KV slot: right tokens, nothing lost, no limit broken."""
+"""The scheduler, compared with a model of every KV slot: right tokens, no lost block, no limit exceeded."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ VOCABULARY = 40
 
 
 def next_token(tokens: list[int], seed: int, index: int) -> int:
-    """The token that "the model" draws: a function of all before it, of the seed and of which sequence it is."""
+    """Token that "the model" samples: a function of all tokens before, of the seed and of the sequence's index."""
     digest = hashlib.blake2b(array("q", [seed, index, *tokens]).tobytes(), digest_size=4).digest()
     return int.from_bytes(digest, "little") % VOCABULARY
 
 
 def next_beams(tokens: list[int], keep: int) -> Candidates:
-    """Tokens that a beam may go on with, with their log probabilities: a function of all before."""
+    """Candidate tokens of a beam with their log probabilities: a function of all tokens before."""
     found = {next_token(tokens, -1, i): -(i + next_token(tokens, -2, i) / VOCABULARY) for i in range(keep)}
     return Candidates(np.array(list(found)), np.array(list(found.values()), np.float32))
 
 
-def alone(request: EngineRequest, longest: int) -> list[tuple[list[int], FinishReason]]:
-    """What each sequence of a request must come to, whoever else is there."""
+def expected_outputs(request: EngineRequest, longest: int) -> list[tuple[list[int], FinishReason]]:
+    """Tokens and finish reason that each sequence of a request must have in any batch."""
     if request.pooling:
         return [([], FinishReason.STOP)]
     results, sampling = [], request.sampling
@@ -79,11 +79,11 @@ def alone(request: EngineRequest, longest: int) -> list[tuple[list[int], FinishR
 
 
 class Machine:
-    """Computes steps as a worker does, from their messages alone, on slots that remember whose token they hold; checks
-    that what is read was written, and that workers know what the scheduler knows.
+    """Computes steps as a worker does, from their messages only, on slots that remember all tokens up to theirs. Checks
+    that slots are written before they are read, and that the worker's state equals the scheduler's.
 
     Args:
-        samples: False is the first of several pipeline stages, which does not know what the last one samples.
+        samples: False: the first of several pipeline stages, which does not know the tokens that the last one samples.
     """
 
     def __init__(self, samples: bool = True) -> None:
@@ -100,7 +100,7 @@ class Machine:
     def apply(self, updates: RowUpdates) -> None:
         for block, slot in updates.stores.reshape(-1, 2).tolist():
             self.tier[slot] = self.device[block]
-            assert len(self.tier[slot]) == SIZE, "a block is stored that is not full"
+            assert len(self.tier[slot]) == SIZE, "a block that is not full was stored"
         for source, target in updates.swap_out.reshape(-1, 2).tolist():
             self.host[target] = self.device.get(source, ())
         for source, target in updates.swap_in.reshape(-1, 2).tolist():
@@ -128,7 +128,7 @@ class Machine:
         step = decoder(StepInput).decode(encoder.encode(message))
         self.apply(step.updates)
         self.in_use[id(plan)] = [block for item in plan.scheduled for block in item.sequence.blocks]
-        self.slots_in_use[id(plan)] = {one.slot for one in (*plan.stores, *plan.loads)}
+        self.slots_in_use[id(plan)] = {transfer.slot for transfer in (*plan.stores, *plan.loads)}
         forks: dict[int, list[int]] = {}
         for row, parent, _ in step.updates.forks.reshape(-1, 3).tolist():
             forks.setdefault(parent, []).append(row)
@@ -142,8 +142,8 @@ class Machine:
         for i, (row, start, count, samples, drafted) in enumerate(items):
             draft, known, blocks, end = list(islice(drafts, drafted)), self.tokens[row], self.tables[row], start + count
             sequence = plan.scheduled[i].sequence
-            assert known[: len(sequence.tokens)] == sequence.tokens, "the worker knows other tokens"
-            assert blocks[: len(sequence.blocks)] == sequence.blocks, "the worker knows other blocks"
+            assert known[: len(sequence.tokens)] == sequence.tokens, "the worker's tokens differ from the scheduler's"
+            assert blocks[: len(sequence.blocks)] == sequence.blocks, "the worker's blocks differ from the scheduler's"
             assert not drafted or len(known) == end
             for position in range(start, end + drafted):
                 block, slot = blocks[position // SIZE], position % SIZE
@@ -154,15 +154,15 @@ class Machine:
             if new.pooling == "mean" or (new.pooling and end == new.prompt_length):
                 first = start if new.pooling == "mean" else end - 1
                 states[i] = np.array(known[first:end], np.float32)[:, None]
-            for own in (row, *forks.get(row, ())) if samples else ():
-                new, known = self.rows[own], self.tokens[own]
+            for target in (row, *forks.get(row, ())) if samples else ():
+                new, known = self.rows[target], self.tokens[target]
                 assert len(known) == end
                 if new.num_candidates:
                     sampled.append(SampledTokens([], candidates=next_beams(known, new.num_candidates)))
                     continue
                 tokens = [next_token(known, new.seed, new.index)]
-                for guessed in draft:
-                    if guessed != tokens[-1]:
+                for token in draft:
+                    if token != tokens[-1]:
                         break
                     tokens.append(next_token(known + tokens, new.seed, new.index))
                 known += tokens if self.samples else tokens[:-1]
@@ -172,23 +172,23 @@ class Machine:
         )
         return output
 
-    def collected(self, plan: Plan, pool: BlockPool) -> None:
-        assert all(map(pool.ref_count, self.in_use.pop(id(plan)))), "a block was given back under a running step"
+    def check_blocks_in_use(self, plan: Plan, pool: BlockPool) -> None:
+        assert all(map(pool.ref_count, self.in_use.pop(id(plan)))), "a block was freed during a step that uses it"
         del self.slots_in_use[id(plan)]
 
 
-class Guesser:
-    """Guesses what comes next, and errs at times."""
+class RandomDrafter:
+    """Drafts the next tokens, some of them wrong."""
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
 
-    def propose(self, sequence: Sequence, most: int) -> list[int]:
-        guessed: list[int] = []
-        while len(guessed) < most and self._rng.random() < 0.9:
-            right = next_token(sequence.tokens + guessed, sequence.seed, sequence.index)
-            guessed.append(right if self._rng.random() < 0.7 else self._rng.randrange(VOCABULARY))
-        return guessed
+    def propose(self, sequence: Sequence, max_len: int) -> list[int]:
+        draft: list[int] = []
+        while len(draft) < max_len and self._rng.random() < 0.9:
+            right = next_token(sequence.tokens + draft, sequence.seed, sequence.index)
+            draft.append(right if self._rng.random() < 0.7 else self._rng.randrange(VOCABULARY))
+        return draft
 
 
 FAILED = Failure(Code.INTERNAL, "the step failed")
@@ -197,22 +197,22 @@ FAILED = Failure(Code.INTERNAL, "the step failed")
 def serve(
     scheduler: Scheduler, machine: Machine, depth: int = 1, fails: Callable[[], bool] = lambda: False
 ) -> Iterator[list[TokenDelta]]:
-    """Run steps, up to ``depth`` of them under way at a time, until nothing is left; yields each step's deltas. Steps
-    fail where ``fails`` says so, before they are sent or when they are collected."""
-    under_way, offloading = deque[tuple[Plan, StepOutput]](), scheduler.kv.offloading
-    while scheduler.num_unfinished_requests or under_way or (offloading and offloading.has_stores):
-        plan = scheduler.schedule() if len(under_way) < depth else Plan()
+    """Run steps, up to ``depth`` of them in flight, until no request is left; yield each step's deltas. A step fails if
+    ``fails`` returns True before it is sent or when it is collected."""
+    in_flight, offloading = deque[tuple[Plan, StepOutput]](), scheduler.kv.offloading
+    while scheduler.num_unfinished_requests or in_flight or (offloading and offloading.has_stores):
+        plan = scheduler.schedule() if len(in_flight) < depth else Plan()
         if plan:
             check_limits(scheduler, plan)
             if fails():
                 scheduler.builder.build(plan)
                 yield scheduler.fail(plan, FAILED)
                 continue
-            under_way.append((plan, machine.run(scheduler, plan)))
-        elif under_way or scheduler.num_unfinished_requests:
-            assert under_way, "nothing runs, nothing is under way, and requests are left"
-            plan, outcome = under_way.popleft()
-            machine.collected(plan, scheduler.device_pool)
+            in_flight.append((plan, machine.run(scheduler, plan)))
+        elif in_flight or scheduler.num_unfinished_requests:
+            assert in_flight, "requests are left, but no step is in flight"
+            plan, outcome = in_flight.popleft()
+            machine.check_blocks_in_use(plan, scheduler.device_pool)
             if fails():
                 yield scheduler.fail(plan, FAILED)
                 continue
@@ -281,51 +281,53 @@ def draw_scheduler(rng: Random, stages: int, depth: int) -> tuple[Scheduler, Hos
     offloading = KVOffloading(pools[0], tier) if tier else None
     scheduler = Scheduler(options, *pools, pipeline_stages=stages, max_concurrent_batches=depth, offloading=offloading)
     if rng.random() < 0.5:
-        scheduler.speculation = Speculation(Guesser(rng), rng.randint(1, 4), adaptive=rng.random() < 0.5)
+        scheduler.speculation = Speculation(RandomDrafter(rng), rng.randint(1, 4), adaptive=rng.random() < 0.5)
     return scheduler, tier
 
 
 @settings(max_examples=300, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_every_request_comes_to_what_it_comes_to_alone(seed: int) -> None:
-    """Under any options, arrivals, cancellations, failing steps and overlap, and in the end every block is back."""
+def test_results_are_the_same_under_any_schedule(seed: int) -> None:
+    """With any options, arrivals, cancellations, failing steps and overlap. At the end every block is free."""
     rng = Random(seed)
     stages, depth = rng.choice((1, 1, 2, 3)), rng.randint(1, 3)
     scheduler, tier = draw_scheduler(rng, stages, depth)
     machine = Machine(samples=stages == 1)
     failing = rng.choice((0.0, 0.05))
-    coming = [draw_request(rng, number) for number in range(rng.randint(1, 12))]
-    asked: dict[str, EngineRequest] = {}
+    arriving = [draw_request(rng, number) for number in range(rng.randint(1, 12))]
+    submitted: dict[str, EngineRequest] = {}
 
     def arrive() -> None:
-        for _ in range(rng.randint(0, len(coming))):
-            request = coming.pop()
+        for _ in range(rng.randint(0, len(arriving))):
+            request = arriving.pop()
             try:
                 scheduler.add(request)
-                asked[request.request_id] = request
+                submitted[request.request_id] = request
             except PenstockError as error:
-                assert error.failure.field == "n"  # more than fits into the cache together
+                assert error.failure.field == "n"  # its sequences do not fit into the cache together
 
-    got: dict[tuple[str, int], list[TokenDelta]] = {}
+    received: dict[tuple[str, int], list[TokenDelta]] = {}
     cancelled = set()
     arrive()
-    while scheduler.num_unfinished_requests or coming:
+    while scheduler.num_unfinished_requests or arriving:
         for deltas in serve(scheduler, machine, depth, lambda: rng.random() < failing):
-            if asked and rng.random() < 0.1:
-                cancelled.add(request_id := rng.choice(sorted(asked)))
+            if submitted and rng.random() < 0.1:
+                cancelled.add(request_id := rng.choice(sorted(submitted)))
                 deltas = deltas + scheduler.abort(request_id)
             for delta in deltas:
-                got.setdefault((delta.request_id, delta.sequence), []).append(delta)
+                received.setdefault((delta.request_id, delta.sequence), []).append(delta)
             if rng.random() < 0.3:
                 arrive()
-            if tier and rng.random() < 0.2:  # as a thread that reads from a disk does it at any time
+            if tier and rng.random() < 0.2:  # a thread that reads from disk does this at any time
                 slots = tier.allocate(rng.choice((2, 2, 2, tier.num_slots)))
-                assert not set(slots).intersection(chain(*machine.slots_in_use.values())), "a step reads or writes them"
+                assert not set(slots).intersection(chain(*machine.slots_in_use.values())), (
+                    "a step in flight uses these slots"
+                )
                 machine.tier.update(dict.fromkeys(slots, (-1,) * SIZE))
                 tier.release(slots)
             if tier and rng.random() < 0.15:
                 scheduler.device_pool.clear_cache()
-        if coming:
+        if arriving:
             arrive()
 
     assert scheduler.device_pool.num_free == scheduler.device_pool.total
@@ -334,13 +336,13 @@ def test_every_request_comes_to_what_it_comes_to_alone(seed: int) -> None:
     if scheduler.options.batch_scheduler_policy == "guaranteed_no_evict":
         assert scheduler.num_preemptions == 0
     assert bool(scheduler.num_preempted_sequences) == bool(scheduler.num_preemptions)
-    assert scheduler.num_preempted_sequences <= sum(request.sampling.num_sequences for request in asked.values())
-    for request in asked.values():
-        for index, (tokens, finished) in enumerate(alone(request, LONGEST)):
-            deltas = got[request.request_id, index]
+    assert scheduler.num_preempted_sequences <= sum(request.sampling.num_sequences for request in submitted.values())
+    for request in submitted.values():
+        for index, (tokens, finished) in enumerate(expected_outputs(request, LONGEST)):
+            deltas = received[request.request_id, index]
             out = [token for delta in deltas for token in delta.token_ids]
             ends = [delta.finished for delta in deltas if delta.finished]
-            assert len(ends) == 1 and deltas[-1].finished, "each sequence ends once, and last"
+            assert len(ends) == 1 and deltas[-1].finished, "each sequence must end once, in its last delta"
             if ends == [FinishReason.CANCELLED]:
                 assert request.request_id in cancelled
                 assert out == tokens[: len(out)]
@@ -350,9 +352,9 @@ def test_every_request_comes_to_what_it_comes_to_alone(seed: int) -> None:
             else:
                 assert (out, ends) == (tokens, [finished])
                 if pooling := request.pooling:
-                    told = request.prompt if pooling.pooling_type == "mean" else request.prompt[-1:]
+                    pooled = request.prompt if pooling.pooling_type == "mean" else request.prompt[-1:]
                     (vector,) = [delta.embedding for delta in deltas]
-                    assert vector == np.float32([sum(told) / len(told)]).tobytes()
+                    assert vector == np.float32([sum(pooled) / len(pooled)]).tobytes()
 
 
 def request(number: int, prompt: int | list[int], **sampling: object) -> EngineRequest:
@@ -369,8 +371,8 @@ def scheduler(blocks: int = 64, **options: object) -> Scheduler:
     ("changes", "found"),
     [({}, 16), ({"cache_salt": "mine"}, 0), ({"adapter": "one"}, 0), ({"prompt": [*range(20)]}, 16)],
 )
-def test_a_prefix_is_computed_once(changes: dict[str, Any], found: int) -> None:
-    """But for those who may not share it; and one token is always left to compute."""
+def test_cached_prefix_is_reused(changes: dict[str, Any], found: int) -> None:
+    """Except with another salt or adapter. At least one token is always left to compute."""
     engine, machine = scheduler(), Machine()
     engine.add(request(0, [*range(20)]))
     list(serve(engine, machine))
@@ -388,10 +390,10 @@ def test_a_prefix_is_computed_once(changes: dict[str, Any], found: int) -> None:
     ],
     ids=["two-steps", "one-step", "long-prompt"],
 )
-def test_pipeline_stages_compute_all_in_turn(
+def test_pipeline_steps_run_all_sequences_in_turn(
     depth: int, prompts: tuple[int, ...], options: dict[str, Any], last: str
 ) -> None:
-    """A share of the sequences in each step; beside a long prompt, too, which is in every step."""
+    """Each step has a share of the sequences, also next to a long prompt, which is in every step."""
     limits = SchedulerOptions(max_model_len=LONGEST, **options)
     engine = Scheduler(limits, BlockPool(64, SIZE), pipeline_stages=2, max_concurrent_batches=depth)
     for number, prompt in enumerate(prompts):
@@ -400,20 +402,20 @@ def test_pipeline_stages_compute_all_in_turn(
     assert "".join(delta.request_id for deltas in steps for delta in deltas).endswith(last)
 
 
-def test_nobody_joins_a_static_batch() -> None:
-    """Who comes later runs once all of it has ended, be it at different times."""
+def test_no_request_joins_a_static_batch() -> None:
+    """A later request runs once all requests of the batch have ended, at different times."""
     engine, machine = scheduler(batching_type="static"), Machine()
     for number, tokens in enumerate((2, 6)):
         engine.add(request(number, 4, max_tokens=tokens))
-    told = []
+    steps = []
     for deltas in serve(engine, machine):
-        if not told:
+        if not steps:
             engine.add(request(2, 4, max_tokens=1))
-        told.append({delta.request_id for delta in deltas})
-    assert told == [{"0", "1"}] * 2 + [{"1"}] * 4 + [{"2"}]
+        steps.append({delta.request_id for delta in deltas})
+    assert steps == [{"0", "1"}] * 2 + [{"1"}] * 4 + [{"2"}]
 
 
-def test_a_short_prompt_overtakes_long_ones() -> None:
+def test_short_prompt_overtakes_long_prompts() -> None:
     engine = scheduler(
         max_num_batched_tokens=16,
         max_num_partial_prefills=2,
@@ -425,7 +427,7 @@ def test_a_short_prompt_overtakes_long_ones() -> None:
     assert [item.sequence.request.request_id for item in engine.schedule().scheduled] == ["0", "2"]
 
 
-def test_the_queue_is_bounded() -> None:
+def test_length_of_queue_is_limited() -> None:
     engine = scheduler(max_num_seqs=2, max_waiting=3)
     for number in range(5):
         engine.add(request(number, 4))
@@ -437,10 +439,10 @@ def test_the_queue_is_bounded() -> None:
 
 
 def accepted(engine: Scheduler, requests: list[EngineRequest]) -> int:
-    """Until the first that is refused."""
-    for number, one in enumerate(requests):
+    """Add requests until one is refused; return the number of accepted requests."""
+    for number, new in enumerate(requests):
         try:
-            engine.add(one)
+            engine.add(new)
         except PenstockError as error:
             assert error.failure.retryable
             return number
@@ -457,21 +459,21 @@ def accepted(engine: Scheduler, requests: list[EngineRequest]) -> int:
         ({"batch_scheduler_policy": "guaranteed_no_evict"}, {"n": 2, "max_tokens": 8}, 1),
     ],
 )
-def test_what_can_start_does_not_count_as_waiting(
+def test_requests_that_can_start_do_not_count_as_waiting(
     options: dict[str, Any], sampling: dict[str, Any], start: int
 ) -> None:
-    """As many as there are free batch slots and KV blocks for, and the queue's bound beyond these."""
+    """As many can start as there are free rows and KV blocks for; ``max_waiting`` more are accepted."""
     engine = scheduler(blocks=27, max_waiting=16, **{"max_num_seqs": 256} | options)
-    many = [request(number, [number, *range(39)], **sampling) for number in range(300)]
-    assert accepted(engine, many[:100]) == start + 16
+    requests = [request(number, [number, *range(39)], **sampling) for number in range(300)]
+    assert accepted(engine, requests[:100]) == start + 16
     assert len({item.sequence.request.request_id for item in engine.schedule().scheduled}) == start
-    assert accepted(engine, many[100:]) == 0, "who started was none of those who wait"
+    assert accepted(engine, requests[100:]) == 0, "started requests did not count as waiting"
     assert engine.abort(str(start + 9))
-    assert accepted(engine, many[100:]) == 1
+    assert accepted(engine, requests[100:]) == 1
 
 
-def test_a_step_does_not_start_all_that_can() -> None:
-    """What the token budget leaves for the next step does not count as waiting either."""
+def test_requests_beyond_token_budget_do_not_count_as_waiting() -> None:
+    """They can start, in the next step."""
     engine = scheduler(max_num_seqs=8, max_waiting=2, max_num_batched_tokens=4)
     assert accepted(engine, [request(number, 4) for number in range(20)]) == 10
     engine.schedule()
@@ -480,36 +482,36 @@ def test_a_step_does_not_start_all_that_can() -> None:
     assert accepted(engine, [request(number, 4) for number in range(20, 40)]) == 2
 
 
-def sequences_of(requests: Container[str]) -> int:
+def count_sequences(requests: Container[str]) -> int:
     gc.collect()
     return sum(type(held) is Sequence and held.request.request_id in requests for held in gc.get_objects())
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_who_is_cancelled_leaves_nothing_in_the_queue(policy: str) -> None:
-    """Behind one who waits, with deadlines and a limit of waiting, also for a form that is compiled."""
+def test_aborted_waiting_requests_leave_nothing_in_queue(policy: str) -> None:
+    """With another request before them in the queue, deadlines and ``max_queue_time``; some wait for a grammar."""
     engine = scheduler(max_num_seqs=1, max_waiting=10_000, scheduling_policy=policy, max_queue_time=60)
     engine.add(request(0, 5, max_tokens=40))
     running = engine.schedule()
     engine.add(request(1, 5))
-    form: Future[Any] = Future()
+    grammar: Future[Any] = Future()
 
     def unused(sequence: Sequence, result: Any) -> None:
-        raise AssertionError("it never comes")
+        raise AssertionError("the grammar is never compiled")
 
-    names = {f"{policy} {number}": number for number in range(2, 2002)}  # other tests have other names
+    names = {f"{policy} {number}": number for number in range(2, 2002)}  # not used by other tests
     for name, number in names.items():
         other = msgspec.structs.replace(request(number, 5), request_id=name, priority=number % 3, deadline=1e9)
-        engine.add(other, (lambda: [Prerequisite(form, unused)]) if number % 5 == 0 else list)
-    assert sequences_of(names) == 2000
+        engine.add(other, (lambda: [Prerequisite(grammar, unused)]) if number % 5 == 0 else list)
+    assert count_sequences(names) == 2000
     for name in names:
         assert engine.abort(name)
-    assert sequences_of(names) == 0
+    assert count_sequences(names) == 0
     assert engine.request_ids() == ["0", "1"] and engine.admission.num_waiting == 1 and not engine.admission._deadlines
-    assert form.cancelled() and running
+    assert grammar.cancelled() and running
 
 
-def test_who_waits_too_long_for_a_first_step_fails() -> None:
+def test_request_waiting_longer_than_max_queue_time_fails() -> None:
     engine = scheduler(max_num_seqs=1, max_queue_time=10, max_waiting=2000)
     engine.add(request(0, 5, max_tokens=40))
     first = engine.schedule()
@@ -522,7 +524,7 @@ def test_who_waits_too_long_for_a_first_step_fails() -> None:
     assert [delta.request_id for delta in failed] == [str(number) for number in range(1, 1001) if number != 500]
     for delta in failed:
         assert delta.failure and (delta.failure.code, delta.failure.field) == ("overloaded", "max_queue_time")
-    assert engine.request_ids() == ["0"] and first, "who runs is let run"
+    assert engine.request_ids() == ["0"] and first, "the running request must continue"
     engine.add(request(1001, 5))
     assert len(engine.waiting) == 1 and engine.expire(last + 10.001) == []
 
@@ -535,7 +537,7 @@ def test_who_waits_too_long_for_a_first_step_fails() -> None:
         (request(0, 4, n=9), "n"),
     ],
 )
-def test_what_can_never_run_is_refused(bad: EngineRequest, field: str) -> None:
+def test_request_that_can_never_run_is_refused(bad: EngineRequest, field: str) -> None:
     engine = scheduler(max_num_seqs=8)
     with pytest.raises(PenstockError) as refused:
         engine.add(bad)
@@ -543,19 +545,19 @@ def test_what_can_never_run_is_refused(bad: EngineRequest, field: str) -> None:
     assert not refused.value.failure.retryable
 
 
-def test_a_cache_too_small_for_one_sequence_is_refused() -> None:
+def test_cache_too_small_for_one_sequence_is_refused() -> None:
     with pytest.raises(PenstockError, match="max_model_len"):
         scheduler(blocks=LONGEST // SIZE - 1)
 
 
-def test_what_the_device_has_evicted_is_loaded() -> None:
-    """And what was stored by a step that failed, or loaded by one, is not taken for what it should be."""
+def test_evicted_blocks_are_loaded_from_host_memory() -> None:
+    """Blocks that a failed step stored or loaded are not used."""
     pool, tier = BlockPool(14, SIZE), HostTier(40, 1, SIZE)
     engine = Scheduler(SchedulerOptions(max_model_len=LONGEST), pool, offloading=KVOffloading(pool, tier))
     machine = Machine()
 
     def run(number: int, fails: str = "") -> int:
-        """Returns how many of its tokens were cached."""
+        """Run a request to its end; return the number of its cached tokens."""
         engine.add(request(number, [number % 10, *range(35)], max_tokens=3))
         first = engine.schedule()
         if fails:
@@ -574,12 +576,12 @@ def test_what_the_device_has_evicted_is_loaded() -> None:
     engine.kv.reset_prefix_cache()
     assert run(30) == 0
     engine.set_weights("other")
-    assert [run(40), run(1), run(50)] == [0, 0, 32], "nothing of other weights"
+    assert [run(40), run(1), run(50)] == [0, 0, 32], "blocks of other weights were used"
     assert pool.num_free == pool.total and not tier.num_held
 
 
 def finish(engine: Scheduler, machine: Machine) -> dict[str, list[int]]:
-    """Run all requests to their end; returns the tokens of each request's first sequence."""
+    """Run all requests to their end; return the tokens of each request's first sequence."""
     tokens: dict[str, list[int]] = {}
     for deltas in serve(engine, machine):
         for delta in deltas:
@@ -588,13 +590,13 @@ def finish(engine: Scheduler, machine: Machine) -> dict[str, list[int]]:
     return tokens
 
 
-def test_a_swap_out_that_fails_is_not_swapped_in_before_it_is_known() -> None:
-    """At depth 2: there is room for the swapped sequence again before the step that swapped it out is collected."""
+def test_swapped_sequence_waits_for_result_of_its_swap_out() -> None:
+    """At depth 2, there is room for the swapped sequence before the step that swapped it out has failed."""
     options = SchedulerOptions(max_model_len=LONGEST, preemption_mode="swap", enable_prefix_caching=False)
     engine, machine = Scheduler(options, BlockPool(14, SIZE), BlockPool(20, SIZE)), Machine()
     swapped = request(2, 19, max_tokens=12)
-    for one in (request(0, 12, max_tokens=8), request(1, 16, max_tokens=20), swapped):
-        engine.add(one)
+    for new in (request(0, 12, max_tokens=8), request(1, 16, max_tokens=20), swapped):
+        engine.add(new)
     plan = engine.schedule()
     engine.update(plan, machine.run(engine, plan))
     engine.pause("0", True)
@@ -606,18 +608,18 @@ def test_a_swap_out_that_fails_is_not_swapped_in_before_it_is_known() -> None:
     engine.builder.build(plan)
     engine.pause("1", True)
     engine.abort("0")
-    assert not engine.schedule(), "there is room for the swapped sequence, whose copy may not exist"
+    assert not engine.schedule(), "the swapped sequence was started, but its copy may not exist"
     assert engine.num_swapped == 1
     assert [delta.request_id for delta in engine.fail(plan, FAILED)] == ["1"]
-    expected = alone(swapped, LONGEST)[0][0]
+    expected = expected_outputs(swapped, LONGEST)[0][0]
     rest = finish(engine, machine)["2"]
     assert rest == expected[-len(rest) :]
     assert engine.device_pool.num_free == engine.device_pool.total
     assert engine.host_pool and engine.host_pool.num_free == engine.host_pool.total
 
 
-def test_beams_survive_the_failure_of_a_step_that_they_are_not_in() -> None:
-    """Their next states, which the workers have not been told of when that step fails, are sent with their next one."""
+def test_beams_survive_failure_of_a_step_without_them() -> None:
+    """Beam states that were not sent yet when the step fails are sent with the beams' next step."""
     engine, machine = scheduler(), Machine()
     beams = request(0, 6, max_tokens=10, temperature=0, use_beam_search=True, best_of=3)
     engine.add(beams)
@@ -631,13 +633,13 @@ def test_beams_survive_the_failure_of_a_step_that_they_are_not_in() -> None:
     engine.builder.build(plan)
     assert [delta.request_id for delta in engine.fail(plan, FAILED)] == ["1"]
     engine.pause("0", False)
-    assert finish(engine, machine)["0"] == alone(beams, LONGEST)[0][0]
+    assert finish(engine, machine)["0"] == expected_outputs(beams, LONGEST)[0][0]
 
 
-def test_a_step_counts_for_the_batch_size_it_was_planned_with() -> None:
-    """At depth 2, a step is collected after another was planned, at another batch size."""
+def test_step_is_recorded_for_batch_size_of_its_plan() -> None:
+    """At depth 2, a step is collected after another step was planned, with another batch size."""
     engine, machine = scheduler(), Machine()
-    engine.speculation = Speculation(Guesser(Random(0)), 2, adaptive=True)
+    engine.speculation = Speculation(RandomDrafter(Random(0)), 2, adaptive=True)
     engine.add(request(0, 1, max_tokens=40))
     first = engine.schedule()
     engine.update(first, machine.run(engine, first))
@@ -645,7 +647,7 @@ def test_a_step_counts_for_the_batch_size_it_was_planned_with() -> None:
         engine.add(request(number, 1, max_tokens=1))
         plan = engine.schedule()  # while one sequence runs
         outcome = machine.run(engine, plan)
-        assert not engine.schedule(), "while two run, which wait for their tokens"
+        assert not engine.schedule(), "both running sequences wait for their tokens"
         engine.speculation.record_step(plan, outcome, 0.001)
         engine.update(plan, outcome)
-    assert not engine.schedule().drafting, "with one sequence, steps without drafts are tried now"
+    assert not engine.schedule().drafting, "with one sequence, a step without drafts must be tried now"

@@ -1,4 +1,4 @@
-"""Searching for the likeliest: beams as transformers finds them, and the best of several samples."""
+"""Beam search, compared with transformers, and the best of several samples."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 from penstock import LLM, GuidedDecodingParams, PenstockError, SamplingParams
 
 CONFIGS = {"qwen3": Qwen3Config(**SMALL, head_dim=32, sliding_window=None), "llama": LlamaConfig(**SMALL)}
-ASKED = [{"role": "user", "content": "Tell me about Anna, who lives in Paris."}]
+MESSAGES = [{"role": "user", "content": "Tell me about Anna, who lives in Paris."}]
 BEAMS: dict[str, Any] = {"temperature": 0, "use_beam_search": True}
 
 
-def searched(model: PreTrainedModel, prompt: list[int], params: SamplingParams) -> tuple[list[list[int]], list[float]]:
-    """What transformers finds: sequences up to their end token, and what they are compared by."""
+def search_with_transformers(
+    model: PreTrainedModel, prompt: list[int], params: SamplingParams
+) -> tuple[list[list[int]], list[float]]:
+    """Sequences up to their end token, and their scores."""
     stops = list(params.stop_token_ids)
     found = model.generate(
         torch.tensor([prompt]),
@@ -42,7 +44,7 @@ def searched(model: PreTrainedModel, prompt: list[int], params: SamplingParams) 
     return [tokens[: end + 1] for tokens, end in zip(made, ends, strict=True)], found.sequences_scores.tolist()
 
 
-def draw(rng: Random) -> tuple[list[int], SamplingParams]:
+def random_request(rng: Random) -> tuple[list[int], SamplingParams]:
     width = rng.choice((2, 3, 4))
     return [rng.randrange(2, 300) for _ in range(rng.randint(1, 30))], SamplingParams(
         n=rng.randint(1, width),
@@ -59,31 +61,32 @@ def draw(rng: Random) -> tuple[list[int], SamplingParams]:
 
 
 @torch.inference_mode()
-def likely(model: PreTrainedModel, prompt: list[int], made: list[int]) -> list[float]:
-    """The log probability of each token."""
+def token_logprobs(model: PreTrainedModel, prompt: list[int], made: list[int]) -> list[float]:
+    """Log probability of each generated token."""
     rows = model(torch.tensor([prompt + made])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     return rows.gather(-1, torch.tensor(made)[:, None])[:, 0].tolist()
 
 
 @pytest.mark.parametrize("config", ["qwen3", pytest.param("llama", marks=pytest.mark.thorough)])
-def test_the_same_beams_as_transformers(config: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Alone; and together where there is no room for all, in short chunks, the same again."""
+def test_beams_equal_beams_of_transformers(config: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Requests run alone, and then together in small caches with short chunks."""
     folder, rng = tmp_path_factory.mktemp(config), Random(config)
     model = save(CONFIGS[config], folder)
-    drawn = [draw(rng) for _ in range(30 if config == "llama" else 10)]
+    drawn = [random_request(rng) for _ in range(30 if config == "llama" else 10)]
     options: dict[str, Any] = {"dtype": "float32", "block_size": 16, "weight_cache_dir": "none"}
     llm = LLM(folder, num_gpu_blocks_override=200, **options)
     for prompt, params in drawn:
-        sequences, scores = searched(model, prompt, params)
+        sequences, scores = search_with_transformers(model, prompt, params)
         found = llm.generate(prompt, params, use_tqdm=False)[0].outputs
         assert [made.token_ids for made in found] == sequences
         for made, score in zip(found, scores, strict=True):
             compared = (made.cumulative_logprob or 0.0) / len(made.token_ids) ** params.length_penalty
             assert compared == pytest.approx(score, abs=1e-3, rel=1e-5)
-            told = [position[token] for position, token in zip(made.logprobs or [], made.token_ids, strict=True)]
-            assert sum(own.logprob for own in told) == pytest.approx(made.cumulative_logprob, abs=1e-3, rel=1e-5)
+            entries = [position[token] for position, token in zip(made.logprobs or [], made.token_ids, strict=True)]
+            logprobs = [entry.logprob for entry in entries]
+            assert sum(logprobs) == pytest.approx(made.cumulative_logprob, abs=1e-3, rel=1e-5)
             if params.repetition_penalty == 1:
-                assert [own.logprob for own in told] == pytest.approx(likely(model, prompt, made.token_ids), abs=1e-3)
+                assert logprobs == pytest.approx(token_logprobs(model, prompt, made.token_ids), abs=1e-3)
     alone = [llm.generate(prompt, params, use_tqdm=False)[0].outputs for prompt, params in drawn]
     preemptions = 0
     for more in (
@@ -91,12 +94,12 @@ def test_the_same_beams_as_transformers(config: str, tmp_path_factory: pytest.Te
         {"num_gpu_blocks_override": 20, "max_num_seqs": 5, "enable_prefix_caching": False},
         {"num_gpu_blocks_override": 40, "batch_scheduler_policy": "guaranteed_no_evict", "kv_cache_ratio": 0.5},
     ):
-        pressed = LLM(folder, **{**options, **more})
-        together = pressed.generate([prompt for prompt, _ in drawn], [params for _, params in drawn], use_tqdm=False)
+        small = LLM(folder, **{**options, **more})
+        together = small.generate([prompt for prompt, _ in drawn], [params for _, params in drawn], use_tqdm=False)
         assert [output.outputs for output in together] == alone
-        assert pressed.engine.scheduler.device_pool.num_free == pressed.engine.scheduler.device_pool.total
-        preemptions += pressed.engine.scheduler.num_preemptions
-        assert "batch_scheduler_policy" not in more or pressed.engine.scheduler.num_preemptions == 0
+        assert small.engine.scheduler.device_pool.num_free == small.engine.scheduler.device_pool.total
+        preemptions += small.engine.scheduler.num_preemptions
+        assert "batch_scheduler_policy" not in more or small.engine.scheduler.num_preemptions == 0
     assert preemptions
 
 
@@ -105,18 +108,20 @@ def llm() -> LLM:
     return LLM(num_gpu_blocks_override=400, block_size=16)
 
 
-def test_a_form_is_searched_within(llm: LLM) -> None:
-    form = GuidedDecodingParams(choice=["Paris", "Rome", "Oslo", "Rio de Janeiro"])
-    made = llm.chat(ASKED, SamplingParams(guided_decoding=form, n=3, max_tokens=20, **BEAMS), use_tqdm=False)[0].outputs
-    assert len({m.text for m in made}) == 3 and {m.text for m in made} < set(form.choice or ())
+def test_beam_search_satisfies_constraint(llm: LLM) -> None:
+    constraint = GuidedDecodingParams(choice=["Paris", "Rome", "Oslo", "Rio de Janeiro"])
+    made = llm.chat(MESSAGES, SamplingParams(guided_decoding=constraint, n=3, max_tokens=20, **BEAMS), use_tqdm=False)[
+        0
+    ].outputs
+    assert len({m.text for m in made}) == 3 and {m.text for m in made} < set(constraint.choice or ())
     values = [m.cumulative_logprob or 0.0 for m in made]
     assert sorted((v / len(m.token_ids) for v, m in zip(values, made, strict=True)), reverse=True) == [
         v / len(m.token_ids) for v, m in zip(values, made, strict=True)
     ]
 
 
-def test_a_search_that_runs_out_of_tokens_ends(llm: LLM) -> None:
-    """With what it has found, as often as it takes; with an error where that is nothing."""
+def test_beam_search_without_allowed_tokens_ends(llm: LLM) -> None:
+    """It returns the beams found so far, repeated up to ``n``, or an error if there are none."""
     few: dict[str, Any] = {"n": 3, "max_tokens": 4, "allowed_token_ids": (500, 501), **BEAMS}
     some = SamplingParams(bad_word_ids=((500, 500), (500, 501)), **few)
     none = SamplingParams(bad_word_ids=tuple((a, b) for a in (500, 501) for b in (500, 501)), **few)
@@ -126,15 +131,15 @@ def test_a_search_that_runs_out_of_tokens_ends(llm: LLM) -> None:
     assert [made.finish_reason for made in nothing.outputs] == ["error"] * 3
 
 
-def test_the_best_of_several_samples(llm: LLM) -> None:
+def test_best_of_returns_most_likely_samples(llm: LLM) -> None:
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=20, logprobs=0)
-    every = llm.chat(ASKED, params.replace(n=6), use_tqdm=False)[0].outputs
-    best = llm.chat(ASKED, params.replace(n=2, best_of=6, logprobs=None), use_tqdm=False)[0].outputs
-    ranked = sorted(every, key=lambda made: -(made.cumulative_logprob or 0.0))[:2]
+    samples = llm.chat(MESSAGES, params.replace(n=6), use_tqdm=False)[0].outputs
+    best = llm.chat(MESSAGES, params.replace(n=2, best_of=6, logprobs=None), use_tqdm=False)[0].outputs
+    ranked = sorted(samples, key=lambda made: -(made.cumulative_logprob or 0.0))[:2]
     assert [(m.text, m.cumulative_logprob) for m in best] == [(m.text, m.cumulative_logprob) for m in ranked]
     assert [m.index for m in best] == [0, 1] and best[0].logprobs is None
-    told = llm.chat(ASKED, params.replace(n=2, best_of=6), use_tqdm=False)[0].outputs
-    assert [m.logprobs for m in told] == [m.logprobs for m in ranked]
+    with_logprobs = llm.chat(MESSAGES, params.replace(n=2, best_of=6), use_tqdm=False)[0].outputs
+    assert [m.logprobs for m in with_logprobs] == [m.logprobs for m in ranked]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +161,7 @@ def test_the_best_of_several_samples(llm: LLM) -> None:
         ({"early_stopping": True}, "early_stopping"),
     ],
 )
-def test_what_does_not_go_together_is_refused(given: dict[str, Any], field: str) -> None:
+def test_incompatible_params_are_refused(given: dict[str, Any], field: str) -> None:
     with pytest.raises(PenstockError) as caught:
         SamplingParams(**given)
     assert caught.value.failure.field == field
@@ -169,26 +174,26 @@ def served() -> Iterator[Served]:
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "fields",
     [
         {"temperature": 0, "n": 2, "extra_body": {"use_beam_search": True, "best_of": 4, "length_penalty": 0.8}},
         {"temperature": 0.9, "seed": 5, "n": 2, "extra_body": {"best_of": 4}},
     ],
 )
-def test_over_http(served: Served, llm: LLM, asked: dict[str, Any]) -> None:
-    """Streamed, what was found comes at the end."""
+def test_search_over_http_gives_results_of_llm(served: Served, llm: LLM, fields: dict[str, Any]) -> None:
+    """A stream sends the results at the end."""
     client = openai.OpenAI(base_url=served.url, api_key="none")
-    common: dict[str, Any] = {"model": "default", "messages": ASKED, "max_tokens": 24, **asked}
-    whole = [choice.message.content for choice in client.chat.completions.create(**common).choices]
-    pieces = ["", ""]
+    common: dict[str, Any] = {"model": "default", "messages": MESSAGES, "max_tokens": 24, **fields}
+    texts = [choice.message.content for choice in client.chat.completions.create(**common).choices]
+    streamed = ["", ""]
     for chunk in client.chat.completions.create(stream=True, **common):
         for choice in chunk.choices:
-            pieces[choice.index] += choice.delta.content or ""
-    more = asked["extra_body"]
-    params = SamplingParams(max_tokens=24, **{k: v for k, v in asked.items() if k != "extra_body"}, **more)
-    here = [made.text for made in llm.chat(ASKED, params, use_tqdm=False)[0].outputs]
-    assert whole == pieces == here
-    text = {"model": "default", "prompt": "Once upon", "max_tokens": 8, **asked}
+            streamed[choice.index] += choice.delta.content or ""
+    more = fields["extra_body"]
+    params = SamplingParams(max_tokens=24, **{k: v for k, v in fields.items() if k != "extra_body"}, **more)
+    expected = [made.text for made in llm.chat(MESSAGES, params, use_tqdm=False)[0].outputs]
+    assert texts == streamed == expected
+    text = {"model": "default", "prompt": "Once upon", "max_tokens": 8, **fields}
     assert len(client.completions.create(**text).choices) == 2
 
 
@@ -196,8 +201,8 @@ def test_over_http(served: Served, llm: LLM, asked: dict[str, Any]) -> None:
     ("given", "field"),
     [({"n": 9}, "n"), ({"best_of": 9}, "best_of"), ({"use_beam_search": True, "temperature": 1}, "temperature")],
 )
-def test_what_cannot_be_is_refused_over_http(served: Served, given: dict[str, Any], field: str) -> None:
+def test_invalid_search_is_refused_over_http(served: Served, given: dict[str, Any], field: str) -> None:
     client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model="default", messages=ASKED, extra_body=given)  # type: ignore[call-overload]
+        client.chat.completions.create(model="default", messages=MESSAGES, extra_body=given)  # type: ignore[call-overload]
     assert caught.value.param == field

@@ -1,4 +1,4 @@
-"""Speculative decoding: the same output with and without, whoever guesses."""
+"""Speculative decoding: the same outputs with and without drafts, for every drafter."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ QUESTIONS = [
     "Tell me a story.",
 ]
 NUM_QUESTIONS = int(os.environ.get("PENSTOCK_SPECULATION_QUESTIONS", "3"))
-"""Of each way to guess."""
+"""Number of questions per drafter."""
 LIST = GuidedDecodingParams(json={"type": "array", "items": {"enum": ["abc", "def", 12]}, "minItems": 6, "maxItems": 8})
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=60),
@@ -55,13 +55,13 @@ def llm(**options: Any) -> LLM:
 
 
 def answers(model: LLM) -> list[Any]:
-    asked = [(question, params) for question in QUESTIONS[:NUM_QUESTIONS] for params in PARAMS]
-    conversations = [[{"role": "user", "content": question}] for question, _ in asked]
-    outputs = model.chat(conversations, [params for _, params in asked], use_tqdm=False)
-    return [told(output) for output in outputs]
+    requests = [(question, params) for question in QUESTIONS[:NUM_QUESTIONS] for params in PARAMS]
+    conversations = [[{"role": "user", "content": question}] for question, _ in requests]
+    outputs = model.chat(conversations, [params for _, params in requests], use_tqdm=False)
+    return [result(output) for output in outputs]
 
 
-def told(output: RequestOutput) -> Any:
+def result(output: RequestOutput) -> Any:
     made = [(m.token_ids, m.text, m.logprobs, m.finish_reason, m.stop_reason) for m in output.outputs]
     return made, output.prompt_logprobs
 
@@ -83,7 +83,7 @@ def plain() -> list[Any]:
         {"batch_scheduler_policy": "guaranteed_no_evict", "num_gpu_blocks_override": 80},
     ],
 )
-def test_guesses_change_nothing(plain: list[Any], method: str, options: dict[str, Any]) -> None:
+def test_drafts_do_not_change_outputs(plain: list[Any], method: str, options: dict[str, Any]) -> None:
     speculative = {"method": method, "adaptive": False}
     model = llm(speculative_config=speculative, **options)
     assert answers(model) == plain
@@ -93,11 +93,11 @@ def test_guesses_change_nothing(plain: list[Any], method: str, options: dict[str
     assert scheduler.device_pool.num_free == scheduler.device_pool.total
 
 
-def test_it_may_stop_where_it_does_not_pay(plain: list[Any]) -> None:
+def test_adaptive_drafting_does_not_change_outputs(plain: list[Any]) -> None:
     assert answers(llm(speculative_config={"method": "draft_model", "num_speculative_tokens": 8})) == plain
 
 
-def test_a_repetitive_text_takes_fewer_steps() -> None:
+def test_ngram_drafts_are_accepted_in_repetitive_text() -> None:
     model = llm(speculative_config={"method": "ngram", "adaptive": False})
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, return_perf_metrics=True)
     (output,) = model.generate("one two three four five " * 10, params, use_tqdm=False)
@@ -107,14 +107,14 @@ def test_a_repetitive_text_takes_fewer_steps() -> None:
     assert perf and (perf.draft_tokens, perf.accepted_tokens) == (counts.draft_tokens, counts.accepted_tokens)
 
 
-def with_head(folder: Path, knowing: bool, config: PreTrainedConfig | None = None) -> Path:
-    """A checkpoint with a head that guesses ahead: one that knows what comes next, or one that knows nothing.
+def with_head(folder: Path, accurate: bool, config: PreTrainedConfig | None = None) -> Path:
+    """Save a checkpoint with an MTP layer, whose drafts are accurate or random.
 
-    What the knowing one's model says depends on its last token alone, as nothing its layers find is added to it; so the
-    token after the next one follows from the embedding of the next.
+    With ``accurate``, the layers of the model add nothing to the residual stream, so that its next token depends on the
+    last token only: the MTP layer drafts the token after the next from the embedding of the next.
 
     Args:
-        config: of a model of three layers, without biases.
+        config: configuration of a model with three layers, without biases.
     """
     config = config or Qwen3Config(**{**SMALL, "vocab_size": 3584}, head_dim=32, sliding_window=None)
     save(config, folder)
@@ -127,7 +127,7 @@ def with_head(folder: Path, knowing: bool, config: PreTrainedConfig | None = Non
     head["model.layers.3.shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
     head["model.layers.3.eh_proj.weight"] = torch.randn(size, 2 * size)
     tensors |= head
-    if knowing:
+    if accurate:
         for name, tensor in tensors.items():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 tensor.zero_()
@@ -138,43 +138,43 @@ def with_head(folder: Path, knowing: bool, config: PreTrainedConfig | None = Non
     return folder
 
 
-@pytest.mark.parametrize("knowing", [True, False])
-def test_heads_of_the_model_itself(knowing: bool, tmp_path_factory: pytest.TempPathFactory) -> None:
-    check_heads(with_head(tmp_path_factory.mktemp("head"), knowing), knowing)
+@pytest.mark.parametrize("accurate", [True, False])
+def test_mtp_drafts_do_not_change_outputs(accurate: bool, tmp_path_factory: pytest.TempPathFactory) -> None:
+    check_heads(with_head(tmp_path_factory.mktemp("head"), accurate), accurate)
 
 
-def check_heads(folder: Path, knowing: bool) -> None:
-    """Answers are those without heads, whose guesses a knowing one's model takes."""
+def check_heads(folder: Path, accurate: bool) -> None:
+    """Check that drafts do not change outputs, and that accurate drafts are accepted."""
     options: dict[str, Any] = {"block_size": 16, "dtype": "float32", "weight_cache_dir": "none"}
     prompts = [list(range(2, 2 + n)) for n in (3, 20, 40, 70, 70)]
-    asked = [
+    params = [
         SamplingParams(temperature=t, seed=i, max_tokens=30, n=n, ignore_eos=True)
         for i, (t, n) in enumerate([(0, 1), (0.7, 2), (0, 1), (0, 1), (1.0, 1)])
     ]
-    plain = LLM(folder, num_gpu_blocks_override=100, **options).generate(prompts, asked, use_tqdm=False)
+    plain = LLM(folder, num_gpu_blocks_override=100, **options).generate(prompts, params, use_tqdm=False)
     for more in ({}, {"num_gpu_blocks_override": 20, "max_num_batched_tokens": 24}):
         more = {"num_gpu_blocks_override": 100} | more
         speculative = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
-        guessing = LLM(folder, speculative_config=speculative, **options, **more)
-        found = guessing.generate(prompts, asked, use_tqdm=False)
+        drafting = LLM(folder, speculative_config=speculative, **options, **more)
+        found = drafting.generate(prompts, params, use_tqdm=False)
         assert [output.outputs for output in found] == [output.outputs for output in plain]
-        counts = guessing.engine.scheduler.speculation.stats  # type: ignore[union-attr]
+        counts = drafting.engine.scheduler.speculation.stats  # type: ignore[union-attr]
         assert counts.draft_tokens > 0
-        assert not knowing or counts.accepted_tokens > 0.9 * counts.draft_tokens
+        assert not accurate or counts.accepted_tokens > 0.9 * counts.draft_tokens
 
 
 @pytest.mark.parametrize("method", ["draft_model", "mtp"])
-def test_a_draft_without_a_next_token_ends_no_other(
+def test_sequences_without_allowed_token_do_not_end_other_drafting(
     method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of requests that leave no second token, however many have come."""
-    folder = with_head(tmp_path, knowing=True)
+    """However many requests allow no second token."""
+    folder = with_head(tmp_path, accurate=True)
     speculative = {"method": method, "adaptive": False} | ({"model": str(folder)} if method == "draft_model" else {})
     options: dict[str, Any] = {"block_size": 16, "dtype": "float32", "weight_cache_dir": "none"}
     engine = LLM(folder, speculative_config=speculative, num_gpu_blocks_override=100, **options).engine
-    never = tuple(product((8, 9), (8, 9)))
+    forbidden = tuple(product((8, 9), (8, 9)))
     for number in range(MAX_FAILURES + 1):
-        none = SamplingParams(temperature=0, max_tokens=20, allowed_token_ids=(8, 9), bad_word_ids=never)
+        none = SamplingParams(temperature=0, max_tokens=20, allowed_token_ids=(8, 9), bad_word_ids=forbidden)
         good = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, return_perf_metrics=True)
         for name, params in (("none", none), ("good", good)):
             engine.add(EngineRequest(request_id=name, prompt=[5, 6, 7, number], sampling=params))
@@ -187,15 +187,15 @@ def test_a_draft_without_a_next_token_ends_no_other(
     assert not caplog.records
 
 
-def test_a_draft_of_no_numbers_ends_no_other(tmp_path: Path) -> None:
-    """Where the draft model has a token that spoils what it makes of a prompt, and the model has not."""
-    folder, spoiled = with_head(tmp_path, knowing=True), tmp_path / "spoiled"
-    shutil.copytree(folder, spoiled)
-    tensors = load_file(spoiled / "model.safetensors")
+def test_nan_logits_of_draft_model_do_not_end_other_drafting(tmp_path: Path) -> None:
+    """The draft model has a token with an embedding of NaN, the target model does not."""
+    folder, draft_model = with_head(tmp_path, accurate=True), tmp_path / "draft_model"
+    shutil.copytree(folder, draft_model)
+    tensors = load_file(draft_model / "model.safetensors")
     tensors["model.embed_tokens.weight"][200] = float("nan")
-    save_file(tensors, spoiled / "model.safetensors", {"format": "pt"})
+    save_file(tensors, draft_model / "model.safetensors", {"format": "pt"})
     options: dict[str, Any] = {"block_size": 16, "dtype": "float32", "weight_cache_dir": "none"}
-    speculative = {"model": str(spoiled), "adaptive": False}
+    speculative = {"model": str(draft_model), "adaptive": False}
     engine = LLM(folder, speculative_config=speculative, num_gpu_blocks_override=100, **options).engine
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, return_perf_metrics=True)
     for name, token in (("bad", 200), ("good", 201)):
@@ -208,7 +208,7 @@ def test_a_draft_of_no_numbers_ends_no_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "message"),
     [
         ({"method": "medusa"}, "medusa"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens"),
@@ -219,19 +219,19 @@ def test_a_draft_of_no_numbers_ends_no_other(tmp_path: Path) -> None:
         ({"method": "mtp"}, "num_nextn_predict_layers"),
     ],
 )
-def test_what_is_wrong_is_refused_by_name(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(PenstockError, match=words):
+def test_invalid_speculative_config_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(PenstockError, match=message):
         llm(speculative_config=given)
 
 
-def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_draft_model_with_other_vocabulary_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("other")
     save(LlamaConfig(**SMALL), folder)
     with pytest.raises(PenstockError, match="300 tokens"):
         llm(speculative_config={"model": str(folder)})
 
 
-def test_a_draft_model_of_a_shorter_context_is_named(tmp_path: Path) -> None:
+def test_draft_model_with_shorter_context_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "draft"
     shutil.copytree(demo.DRAFT, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -249,16 +249,16 @@ def served() -> Iterator[Served]:
         yield server
 
 
-def test_over_http_and_in_the_metrics(served: Served, plain: list[Any]) -> None:
+def test_server_with_draft_model_keeps_outputs_and_counts_drafts(served: Served, plain: list[Any]) -> None:
     client = openai.OpenAI(base_url=served.url, api_key="none")
-    asked: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTIONS[0]}], "temperature": 0}
-    whole = client.chat.completions.create(model="default", max_tokens=60, **asked).choices[0].message.content
+    request: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTIONS[0]}], "temperature": 0}
+    whole = client.chat.completions.create(model="default", max_tokens=60, **request).choices[0].message.content
     assert whole == plain[0][0][0][1]
-    chunks = client.chat.completions.create(model="default", max_tokens=60, stream=True, **asked)
+    chunks = client.chat.completions.create(model="default", max_tokens=60, stream=True, **request)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
     fields = {"text_input": QUESTIONS[0], "max_tokens": 40, "return_perf_metrics": True}
-    asked_for = urllib.request.Request(f"{served.root}/v2/models/ensemble/generate", json.dumps(fields).encode())
-    perf = json.load(urllib.request.urlopen(asked_for))
+    http_request = urllib.request.Request(f"{served.root}/v2/models/ensemble/generate", json.dumps(fields).encode())
+    perf = json.load(urllib.request.urlopen(http_request))
     accepted, drafted = perf["total_accepted_draft_tokens"], perf["total_draft_tokens"]
     assert 0 < accepted <= drafted and perf["acceptance_rate"] == pytest.approx(accepted / drafted)
     deadline = time.monotonic() + 60
@@ -270,6 +270,6 @@ def test_over_http_and_in_the_metrics(served: Served, plain: list[Any]) -> None:
         }
         if found.get("num_accepted_tokens_total"):
             break
-        time.sleep(0.1)  # the engine tells its figures once a second
+        time.sleep(0.1)  # the engine reports once a second
     assert 0 < found["num_accepted_tokens_total"] <= found["num_draft_tokens_total"]
     assert found["num_drafts_total"] > 0

@@ -1,4 +1,4 @@
-"""Heads that draft from the model's hidden states: EAGLE, Medusa, against their definition in plain PyTorch."""
+"""EAGLE, Medusa and MTP heads, which draft from the model's hidden states: compared with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from penstock.planning.model_size import model_size_of
 
 VOCAB, SIZE, LAYERS = 300, 64, 6
 MEDUSA_FILE = "medusa_lm_head.pt"
-"""The name under which Medusa's authors publish heads."""
+"""File name of heads published by Medusa's authors."""
 CONFIG = LlamaConfig(**{**SMALL, "num_hidden_layers": LAYERS, "tie_word_embeddings": False})
 OPTIONS: dict[str, Any] = {
     "block_size": 16,
@@ -53,8 +53,8 @@ PARAMS = [
         [(0, 1, {}), (0.7, 2, {}), (0, 1, {"logprobs": 2}), (1, 1, {"top_p": 0.9}), (0, 1, {}), (1, 1, {})]
     )
 ]
-Drafted = Callable[[list[int], int], list[int]]
-"""The greedy draft of some tokens after a sequence."""
+DraftFunction = Callable[[list[int], int], list[int]]
+"""Function of a sequence and a number of tokens: the greedy draft of that many tokens after the sequence."""
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +79,11 @@ def answers(llm: LLM, vocabulary: int = VOCAB) -> list[Any]:
     return [output.outputs for output in llm.generate(prompts, PARAMS, use_tqdm=False)]
 
 
-def speculative(folder: Path, method: str = "", **more: Any) -> dict[str, Any]:
-    return {"model": str(folder), "adaptive": False, "num_speculative_tokens": 4} | ({"method": method} | more)
+def speculative(folder: Path, method: str = "", **options: Any) -> dict[str, Any]:
+    return {"model": str(folder), "adaptive": False, "num_speculative_tokens": 4} | ({"method": method} | options)
 
 
-# --- Heads, and their definition --------------------------------------------------------------------------------------
+# --- Heads and their definition ---------------------------------------------------------------------------------------
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def layer(weights: dict[str, Tensor], name: str, x: Tensor, residual: Tensor) -> Tensor:
-    """The decoder layer after its input norm, over whole sequences ``[length, inputs]`` with rotary positions."""
+    """Decoder layer without its input norm, for a whole sequence ``[length, inputs]``, with rotary embedding."""
     length, heads, kv_heads, dim = len(x), 4, 2, 16
     q, k, v = (F.linear(x, weights[f"{name}.self_attn.{part}_proj.weight"]).view(length, -1, dim) for part in "qkv")
     angles = torch.outer(torch.arange(length).float(), 10000.0 ** -(torch.arange(0, dim, 2) / dim))
@@ -120,11 +120,11 @@ def random_layer(name: str, inputs: int) -> dict[str, Tensor]:
     return weights | {f"{name}.post_attention_layernorm.weight": torch.rand(SIZE) + 0.5}
 
 
-def write(folder: Path, weights: dict[str, Tensor], architecture: str, **config: Any) -> None:
-    own = {name: value for name, value in CONFIG.to_dict().items() if name in SMALL}
-    own |= {"architectures": [architecture], "model_type": "llama", "rms_norm_eps": 1e-6, "num_hidden_layers": 1}
+def save_head(folder: Path, weights: dict[str, Tensor], architecture: str, **config: Any) -> None:
+    fields = {name: value for name, value in CONFIG.to_dict().items() if name in SMALL}
+    fields |= {"architectures": [architecture], "model_type": "llama", "rms_norm_eps": 1e-6, "num_hidden_layers": 1}
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(own | config))
+    (folder / "config.json").write_text(json.dumps(fields | config))
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
 
 
@@ -134,9 +134,9 @@ def chain(
     """Draft one token after the other.
 
     Args:
-        step: takes states ``[length, hidden]`` and the next token of each; returns the new states, and the last
-            position's logits.
-        states: of all tokens but the last.
+        step: takes states ``[length, hidden]`` and the next token of each; returns the new states, and the logits of
+            the last position.
+        states: states of all tokens but the last.
     """
     drafted: list[int] = []
     for _ in range(count):
@@ -146,9 +146,9 @@ def chain(
     return drafted
 
 
-def eagle3(folder: Path, model: PreTrainedModel, variant: str) -> Drafted:
-    """A random EAGLE-3 head: ``published``, or with a vocabulary and embedding of its own, or as ``speculators`` has
-    them."""
+def eagle3(folder: Path, model: PreTrainedModel, variant: str) -> DraftFunction:
+    """Save a random EAGLE-3 head. Variants: ``published``, ``separate vocabulary`` (and embedding), ``speculators``
+    (the format of that library)."""
     torch.manual_seed(1)
     name, config, aux = "midlayer", dict[str, Any](), (2, 3, 4)
     weights = {"fc.weight": torch.randn(SIZE, 3 * SIZE) * 0.1, "norm.weight": torch.rand(SIZE) + 0.5}
@@ -161,14 +161,14 @@ def eagle3(folder: Path, model: PreTrainedModel, variant: str) -> Drafted:
     weights |= {f"{name}.{part}.weight": torch.rand(SIZE) + 0.5 for part in ("input_layernorm", "hidden_norm")}
     target_ids = torch.arange(VOCAB)
     embedding, head = model.get_input_embeddings().weight.data, model.lm_head.weight.data
-    if variant == "own vocabulary":
+    if variant == "separate vocabulary":
         target_ids = torch.randperm(VOCAB)[:100].sort().values
         weights["d2t"] = target_ids - torch.arange(100)
         weights["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, target_ids, True)
         weights["lm_head.weight"] = head = head[target_ids].clone()
         weights["embed_tokens.weight"] = embedding = torch.randn(VOCAB, SIZE) * 0.2
         config["draft_vocab_size"] = 100
-    write(folder, weights, "LlamaForCausalLMEagle3", **config)
+    save_head(folder, weights, "LlamaForCausalLMEagle3", **config)
 
     def step(states: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
         normed = norm(states, weights[f"{name}.hidden_norm.weight"])
@@ -187,14 +187,14 @@ def eagle3(folder: Path, model: PreTrainedModel, variant: str) -> Drafted:
     return torch.inference_mode()(drafted)
 
 
-def eagle(folder: Path, model: PreTrainedModel, variant: str) -> Drafted:
-    """A random head of EAGLE-1."""
+def eagle(folder: Path, model: PreTrainedModel, variant: str) -> DraftFunction:
+    """Save a random EAGLE-1 head."""
     torch.manual_seed(2)
     weights = {"fc.weight": torch.randn(SIZE, 2 * SIZE) * 0.1, **random_layer("layers.0", SIZE)}
     weights["embed_tokens.weight"] = model.get_input_embeddings().weight.data.clone()
     if variant == "bias":
         weights["fc.bias"] = torch.randn(SIZE)
-    write(folder, weights, "EagleLlamaForCausalLM")
+    save_head(folder, weights, "EagleLlamaForCausalLM")
 
     def step(states: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
         both = torch.cat((weights["embed_tokens.weight"][following], states), -1)
@@ -209,25 +209,25 @@ def eagle(folder: Path, model: PreTrainedModel, variant: str) -> Drafted:
     return torch.inference_mode()(drafted)
 
 
-def medusa(folder: Path, model: PreTrainedModel, variant: str) -> Drafted:
-    """Three random Medusa heads, in the published layout or in vLLM's."""
+def medusa(folder: Path, model: PreTrainedModel, variant: str) -> DraftFunction:
+    """Save three random Medusa heads, in the published layout or in vLLM's."""
     torch.manual_seed(3)
     num_layers = 2 if variant == "vLLM" else 1
     blocks = [[(torch.randn(SIZE, SIZE) * 0.2, torch.randn(SIZE)) for _ in range(num_layers)] for _ in range(3)]
     heads = [torch.randn(VOCAB, SIZE) for _ in blocks]
     weights: dict[str, Tensor] = {}
-    for i, (own, head) in enumerate(zip(blocks, heads, strict=True)):
-        for j, (weight, bias) in enumerate(own):
+    for i, (block, head) in enumerate(zip(blocks, heads, strict=True)):
+        for j, (weight, bias) in enumerate(block):
             name = f"blocks.{i}.layers.{j}" if variant == "vLLM" else f"medusa_head.{i}.{j}.linear"
             weights |= {f"{name}.weight": weight, f"{name}.bias": bias}
         weights[f"lm_heads.{i}.weight" if variant == "vLLM" else f"medusa_head.{i}.1.weight"] = head
-    write(folder, weights, "MedusaModel")
+    save_head(folder, weights, "MedusaModel")
 
     def drafted(tokens: list[int], count: int) -> list[int]:
         state, result = model.model(torch.tensor([tokens[:-1]])).last_hidden_state[0, -1], []
-        for own, head in list(zip(blocks, heads, strict=True))[:count]:
+        for block, head in list(zip(blocks, heads, strict=True))[:count]:
             x = state
-            for weight, bias in own:
+            for weight, bias in block:
                 x = x + F.silu(F.linear(x, weight, bias))
             result.append(int(F.linear(x, head).argmax()))
         return result
@@ -237,7 +237,7 @@ def medusa(folder: Path, model: PreTrainedModel, variant: str) -> Drafted:
 
 HEADS = [
     (eagle3, "eagle3", "published"),
-    (eagle3, "eagle3", "own vocabulary"),
+    (eagle3, "eagle3", "separate vocabulary"),
     (eagle3, "eagle3", "speculators"),
     (eagle, "eagle", "no bias"),
     (eagle, "eagle", "bias"),
@@ -246,12 +246,12 @@ HEADS = [
 ]
 
 
-def NAMES(each: Any) -> str:
+def head_id(each: Any) -> str:
     return each if isinstance(each, str) else ""
 
 
-@pytest.mark.parametrize(("make", "method", "variant"), HEADS, ids=NAMES)
-def test_drafts_are_those_of_the_definition(
+@pytest.mark.parametrize(("make", "method", "variant"), HEADS, ids=head_id)
+def test_drafts_equal_definition_in_pytorch(
     target: Path, model: PreTrainedModel, tmp_path: Path, make: Any, method: str, variant: str
 ) -> None:
     drafted = make(tmp_path / "head", model, variant)
@@ -281,15 +281,15 @@ def test_drafts_are_those_of_the_definition(
     ],
     ids=lambda config: config.model_type,
 )
-def test_models_of_other_families_have_heads(config: PreTrainedConfig, tmp_path: Path) -> None:
-    """With norms after layers, scaled residuals, parallel ones, and with experts and a KV cache of another form."""
+def test_heads_of_other_model_families_draft_as_defined(config: PreTrainedConfig, tmp_path: Path) -> None:
+    """With post-norms, scaled residuals, parallel residuals, and with experts and a latent KV cache."""
     save(config, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     compare_drafts(tmp_path, tmp_path / "head", eagle3(tmp_path / "head", model, "published"))
 
 
-def compare_drafts(target: Path, head: Path, drafted: Drafted) -> None:
-    """Compare what is drafted while prompts are answered; the method is found out."""
+def compare_drafts(target: Path, head: Path, drafted: DraftFunction) -> None:
+    """Compare the drafts made while prompts are answered; the method is detected from the head's folder."""
     given = speculative(head)
     engine = LLM(target, speculative_config=given, enable_prefix_caching=False, **OPTIONS).engine
     compared = 0
@@ -307,9 +307,9 @@ def compare_drafts(target: Path, head: Path, drafted: Drafted) -> None:
     assert compared > 50
 
 
-@pytest.mark.parametrize(("make", "method", "variant"), HEADS, ids=NAMES)
-def test_the_memory_of_heads_is_planned(
-    make: Callable[[Path, PreTrainedModel, str], Drafted],
+@pytest.mark.parametrize(("make", "method", "variant"), HEADS, ids=head_id)
+def test_plan_includes_memory_of_heads(
+    make: Callable[[Path, PreTrainedModel, str], DraftFunction],
     method: str,
     variant: str,
     target: Path,
@@ -318,7 +318,7 @@ def test_the_memory_of_heads_is_planned(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """All matrices that are loaded, and what the engine logs."""
+    """The plan counts all matrices that are loaded, and equals the engine's log."""
     make(tmp_path, model, variant)
     config = json.dumps(speculative(tmp_path))
     flags = ["--model", str(target), "--dtype", "float32", "--max-model-len", "256", "--kv-cache-sequences", "2"]
@@ -328,7 +328,7 @@ def test_the_memory_of_heads_is_planned(
         found.append(json.loads(capsys.readouterr().out))
     tensors = load_file(tmp_path / "model.safetensors")
     if method == "eagle":
-        del tensors["embed_tokens.weight"]  # which is the model's
+        del tensors["embed_tokens.weight"]  # shared with the model
     matrices = [tensor for tensor in tensors.values() if tensor.dim() > 1]
     assert found[1]["weight_bytes"] - found[0]["weight_bytes"] == 4 * sum(map(Tensor.numel, matrices))
     with caplog.at_level(logging.INFO):
@@ -343,7 +343,7 @@ def test_the_memory_of_heads_is_planned(
 
 @pytest.fixture(scope="module")
 def simple(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Path]]:
-    """A model whose next token depends on the last one alone, and heads that know some of what comes next."""
+    """A model whose next token depends on the last token only, and heads that predict some of the next tokens."""
     folder = tmp_path_factory.mktemp("simple")
     tokens = 60
     save(LlamaConfig(**{**CONFIG.to_dict(), "vocab_size": tokens}), folder)
@@ -358,32 +358,32 @@ def simple(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Pa
     states = norm(embedding, torch.ones(SIZE))
     following = F.linear(states, head).argmax(-1)
     heads = {method: folder / method for method in ("eagle3", "eagle", "medusa")}
-    silent = {
+    zero_layers = {
         method: random_layer(name, inputs) | {f"{name}.{part}.weight": torch.zeros(SIZE, 96 if "down" in part else SIZE)
         for part in ("self_attn.o_proj", "mlp.down_proj")}
         for method, name, inputs in (("eagle3", "midlayer", 2 * SIZE), ("eagle", "layers.0", SIZE))
     }  # fmt: skip
     shift = torch.linalg.lstsq(embedding, embedding[following]).solution.T
-    eagle3 = silent["eagle3"] | {
+    eagle3 = zero_layers["eagle3"] | {
         "fc.weight": torch.cat((torch.zeros(SIZE, 2 * SIZE), shift), 1),
         **{f"{name}.weight": torch.ones(SIZE) for name in ("norm", "midlayer.input_layernorm", "midlayer.hidden_norm")},
     }
     aux = {"eagle_aux_hidden_state_layer_ids": (1, 3, 5)}
-    write(heads["eagle3"], eagle3, "LlamaForCausalLMEagle3", vocab_size=tokens, **aux)
+    save_head(heads["eagle3"], eagle3, "LlamaForCausalLMEagle3", vocab_size=tokens, **aux)
     fc = torch.cat((torch.eye(SIZE), torch.zeros(SIZE, SIZE)), 1)
-    write(heads["eagle"], silent["eagle"] | {"fc.weight": fc}, "EagleLlamaForCausalLM", vocab_size=tokens)
+    save_head(heads["eagle"], zero_layers["eagle"] | {"fc.weight": fc}, "EagleLlamaForCausalLM", vocab_size=tokens)
     medusa, later = dict[str, Tensor](), following
     for i in range(3):
         later = following[later]
         logits = 20 * F.one_hot(later, tokens).float()
         medusa[f"medusa_head.{i}.0.linear.weight"] = torch.zeros(SIZE, SIZE)
         medusa[f"medusa_head.{i}.1.weight"] = torch.linalg.lstsq(states, logits).solution.T
-    write(heads["medusa"], medusa, "MedusaModel", vocab_size=tokens)
+    save_head(heads["medusa"], medusa, "MedusaModel", vocab_size=tokens)
     return folder, heads
 
 
 @pytest.fixture(scope="module")
-def without(simple: tuple[Path, dict[str, Path]]) -> list[Any]:
+def without_drafts(simple: tuple[Path, dict[str, Path]]) -> list[Any]:
     return answers(LLM(simple[0], **OPTIONS), 60)
 
 
@@ -398,19 +398,21 @@ def without(simple: tuple[Path, dict[str, Path]]) -> list[Any]:
     ],
     ids=str,
 )
-def test_outputs_are_those_without_drafts(
-    simple: tuple[Path, dict[str, Path]], without: list[Any], method: str, options: dict[str, Any]
+def test_drafts_do_not_change_outputs(
+    simple: tuple[Path, dict[str, Path]], without_drafts: list[Any], method: str, options: dict[str, Any]
 ) -> None:
     folder, heads = simple
     llm = LLM(folder, speculative_config=speculative(heads[method], method), **OPTIONS | options)
     for _ in range(2):  # the second time from the prefix cache
-        assert answers(llm, 60) == without
+        assert answers(llm, 60) == without_drafts
     stats = llm.engine.scheduler.speculation.stats  # type: ignore[union-attr]
     assert stats.accepted_tokens > (0.1 if method == "eagle3" else 0.3) * stats.draft_tokens > 20
 
 
 @pytest.mark.parametrize("method", ["eagle3", "medusa"])
-def test_ranks_accept_the_same_drafts(simple: tuple[Path, dict[str, Path]], without: list[Any], method: str) -> None:
+def test_ranks_accept_the_same_drafts(
+    simple: tuple[Path, dict[str, Path]], without_drafts: list[Any], method: str
+) -> None:
     folder, heads = simple
     stats = []
     for size in (1, 2):
@@ -418,43 +420,46 @@ def test_ranks_accept_the_same_drafts(simple: tuple[Path, dict[str, Path]], with
         given = speculative(heads[method], method, **tree)
         llm = LLM(folder, speculative_config=given, tensor_parallel_size=size, **OPTIONS)
         with closing(llm.engine):
-            assert answers(llm, 60) == without
+            assert answers(llm, 60) == without_drafts
             assert llm.engine.scheduler.speculation
             stats.append(llm.engine.scheduler.speculation.stats)
     assert stats[0] == stats[1] and stats[0].accepted_tokens > 0
 
 
-def test_heads_stay_with_other_weights_and_after_sleep(
-    simple: tuple[Path, dict[str, Path]], without: list[Any], tmp_path: Path
+def test_heads_stay_after_weight_update_and_sleep(
+    simple: tuple[Path, dict[str, Path]], without_drafts: list[Any], tmp_path: Path
 ) -> None:
     folder, heads = simple
     llm = LLM(folder, speculative_config=speculative(heads["eagle3"]), **OPTIONS)
     shutil.copytree(folder, tmp_path / "same")
     llm.update_weights(tmp_path / "same")
-    assert answers(llm, 60) == without
+    assert answers(llm, 60) == without_drafts
     llm.sleep(2)
     llm.wake_up()
-    assert answers(llm, 60) == without
+    assert answers(llm, 60) == without_drafts
     stats = llm.engine.scheduler.speculation.stats  # type: ignore[union-attr]
     assert stats.accepted_tokens > 0.1 * stats.draft_tokens > 20
 
 
-def test_heads_in_the_models_own_folder_and_in_a_file_of_pytorch(
-    simple: tuple[Path, dict[str, Path]], without: list[Any], tmp_path: Path
+def test_heads_in_model_folder_and_in_pytorch_file_are_loaded(
+    simple: tuple[Path, dict[str, Path]], without_drafts: list[Any], tmp_path: Path
 ) -> None:
     folder, heads = simple
     weights = load_file(heads["medusa"] / "model.safetensors")
-    whole, alone = tmp_path / "whole", tmp_path / "alone"
-    shutil.copytree(folder, whole)
-    save_file(load_file(folder / "model.safetensors") | weights, whole / "model.safetensors", {"format": "pt"})
-    assert answers(LLM(whole, speculative_config={"method": "medusa", "adaptive": False}, **OPTIONS), 60) == without
-    shutil.copytree(heads["medusa"], alone, ignore=shutil.ignore_patterns("*.safetensors"))
-    torch.save({name.removeprefix("medusa_head."): weight for name, weight in weights.items()}, alone / MEDUSA_FILE)
-    assert answers(LLM(folder, speculative_config=speculative(alone), **OPTIONS), 60) == without
+    combined, separate = tmp_path / "combined", tmp_path / "separate"
+    shutil.copytree(folder, combined)
+    save_file(load_file(folder / "model.safetensors") | weights, combined / "model.safetensors", {"format": "pt"})
+    assert (
+        answers(LLM(combined, speculative_config={"method": "medusa", "adaptive": False}, **OPTIONS), 60)
+        == without_drafts
+    )
+    shutil.copytree(heads["medusa"], separate, ignore=shutil.ignore_patterns("*.safetensors"))
+    torch.save({name.removeprefix("medusa_head."): weight for name, weight in weights.items()}, separate / MEDUSA_FILE)
+    assert answers(LLM(folder, speculative_config=speculative(separate), **OPTIONS), 60) == without_drafts
 
 
 @pytest.mark.parametrize(
-    ("method", "change", "options", "words"),
+    ("method", "change", "options", "message"),
     [
         (
             "eagle3",
@@ -470,25 +475,25 @@ def test_heads_in_the_models_own_folder_and_in_a_file_of_pytorch(
         ("medusa", {"truncated_vocab_size": 30}, {}, "the Medusa heads have a vocabulary of 30, the model 60"),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_mismatched_heads_are_refused(
     simple: tuple[Path, dict[str, Path]],
     tmp_path: Path,
     method: str,
     change: dict[str, Any],
     options: dict[str, Any],
-    words: str,
+    message: str,
 ) -> None:
     folder, heads = simple
     head = tmp_path / "head"
     shutil.copytree(heads[method], head)
     config = json.loads((head / "config.json").read_text())
     (head / "config.json").write_text(json.dumps(config | change))
-    with pytest.raises(PenstockError, match=words):
+    with pytest.raises(PenstockError, match=message):
         LLM(folder, speculative_config=speculative(head, method), **OPTIONS | options)
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "message"),
     [
         ({"method": "eagle3"}, "name the folder of the eagle3 heads"),
         ({"method": "medusa"}, "has no medusa heads"),
@@ -497,14 +502,14 @@ def test_what_does_not_fit_is_refused(
         ({"method": "mtp", "model": "HEAD/eagle"}, "model cannot be set with the method mtp"),
     ],
 )
-def test_what_is_missing_is_refused(simple: tuple[Path, Any], given: dict[str, str], words: str) -> None:
+def test_missing_heads_are_refused(simple: tuple[Path, Any], given: dict[str, str], message: str) -> None:
     given = {name: value.replace("HEAD", str(simple[0])) for name, value in given.items()}
-    with pytest.raises(PenstockError, match=words):
+    with pytest.raises(PenstockError, match=message):
         LLM(simple[0], speculative_config=given, **OPTIONS)
 
 
-NAMES_OF_DEEPSEEK = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-DEEPSEEK = dict.fromkeys(NAMES_OF_DEEPSEEK, "model.layers.3.{}") | {"": "model.layers.3"}
+DEEPSEEK_MODULES = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+DEEPSEEK = dict.fromkeys(DEEPSEEK_MODULES, "model.layers.3.{}") | {"": "model.layers.3"}
 ERNIE = {
     "enorm": "model.mtp_emb_norm.0",
     "hnorm": "model.mtp_hidden_norm.0",
@@ -523,12 +528,14 @@ EXPERTS = {"moe_intermediate_size": 48}
     ],
     ids=lambda each: getattr(each, "model_type", ""),
 )
-def test_mtp_layers_of_checkpoints(config: PreTrainedConfig, layer: int, names: dict[str, str], tmp_path: Path) -> None:
-    """Under the names that families have, of models whose next token depends on the last one alone.
+def test_mtp_layers_are_loaded_under_names_of_family(
+    config: PreTrainedConfig, layer: int, names: dict[str, str], tmp_path: Path
+) -> None:
+    """The next token of the models depends on the last token only.
 
     Args:
-        layer: of the model, whose weights the MTP layer gets.
-        names: of modules in the checkpoint; "" is the MTP layer itself.
+        layer: index of the model's layer whose weights the MTP layer gets.
+        names: names of modules in the checkpoint; "" is the MTP layer itself.
     """
     save(config, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -547,8 +554,8 @@ def test_mtp_layers_of_checkpoints(config: PreTrainedConfig, layer: int, names: 
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     written = json.loads((tmp_path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(written))
-    own = [tensor for name, tensor in tensors.items() if name.startswith(names[""]) or names["eh_proj"] in name]
-    assert model_size_of(written).mtp_weights == sum(tensor.numel() for tensor in own if tensor.dim() > 1)
+    mtp = [tensor for name, tensor in tensors.items() if name.startswith(names[""]) or names["eh_proj"] in name]
+    assert model_size_of(written).mtp_weights == sum(tensor.numel() for tensor in mtp if tensor.dim() > 1)
     tree = {"speculative_token_tree": "[(0, 0), (0, 1), (1,)]"} if names is DEEPSEEK else {}
     llm = LLM(tmp_path, speculative_config={"method": "mtp", "adaptive": False, **tree}, **OPTIONS)
     assert answers(llm) == answers(LLM(tmp_path, **OPTIONS))

@@ -1,4 +1,4 @@
-"""Nothing is lost: small storms over a real server. ``benchmarks/reliability.py`` makes large ones."""
+"""Small load scenarios on a real server: no request is lost. ``benchmarks/reliability.py`` runs large ones."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from storm import Outcome, Question
 
 
 @pytest.fixture(scope="module")
-def asked() -> list[Question]:
+def questions() -> list[Question]:
     return storm.questions()
 
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[Servers]:
-    """Those of this file, which others have no use for when it is done: storms end them."""
-    own = Servers()
-    yield own
-    own.close()
+    """Servers of this file only, as the scenarios end them."""
+    servers = Servers()
+    yield servers
+    servers.close()
 
 
 @pytest.fixture
@@ -33,107 +33,111 @@ def shared(servers: Servers) -> Served:
 
 
 @pytest.fixture
-def impatient(servers: Servers) -> Served:
+def short_timeouts(servers: Servers) -> Served:
     limits = ("--client-timeout", "2", "--engine-iteration-timeout", "4")
     return servers.get(*storm.SERVER_OPTIONS, *limits, "--max-num-seqs", "32", "--max-waiting", "100")
 
 
 @pytest.fixture
-def narrow(servers: Servers) -> Served:
+def short_queue(servers: Servers) -> Served:
     return servers.get(*storm.SERVER_OPTIONS, "--max-num-seqs", "4", "--max-waiting", "8", "--drain-timeout", "0.2")
 
 
 @pytest.fixture
-def two(servers: Servers) -> Served:
-    """Two API processes."""
+def two_api_processes(servers: Servers) -> Served:
     return servers.get(*storm.SERVER_OPTIONS, "--api-server-count", "2")
 
 
-def test_clients_who_leave(asked: list[Question], shared: Served) -> None:
-    tally = storm.run(storm.clients_disconnecting(asked, 120, shared=shared))
+def test_disconnecting_clients_leave_nothing_behind(questions: list[Question], shared: Served) -> None:
+    tally = storm.run(storm.clients_disconnecting(questions, 120, shared=shared))
     assert min(tally.counts[Outcome.LEFT], tally.counts[Outcome.RIGHT]) > 20
 
 
-def test_slow_readers_are_answered_and_silent_ones_dropped(asked: list[Question], impatient: Served) -> None:
-    storm.run(storm.slow_and_silent_readers(asked, slow=4, silent=1, others=30, shared=impatient))
+def test_slow_readers_are_answered_and_silent_readers_dropped(
+    questions: list[Question], short_timeouts: Served
+) -> None:
+    storm.run(storm.slow_and_silent_readers(questions, slow=4, silent=1, others=30, shared=short_timeouts))
 
 
-def test_all_wait_their_turn(asked: list[Question], impatient: Served) -> None:
-    tally = storm.run(storm.many_connections(asked, 100, shared=impatient))
+def test_requests_of_many_connections_are_all_answered(questions: list[Question], short_timeouts: Served) -> None:
+    tally = storm.run(storm.many_connections(questions, 100, shared=short_timeouts))
     tally.assert_only(Outcome.RIGHT)
 
 
-def test_past_the_queue_requests_are_refused_at_once(asked: list[Question], narrow: Served) -> None:
-    assert storm.run(storm.overload(asked, 100, shared=narrow)).slowest < 20, (
-        "far from the two minutes after which one counts as lost"
+def test_requests_beyond_queue_are_refused_at_once(questions: list[Question], short_queue: Served) -> None:
+    assert storm.run(storm.overload(questions, 100, shared=short_queue)).slowest < 20, (
+        "far below the two minutes after which a request counts as lost"
     )
 
 
-def test_a_killed_engine_is_told_at_once_and_comes_back(asked: list[Question], impatient: Served) -> None:
-    assert storm.run(storm.engine_killed(asked, 30, times=1, shared=impatient)).failed_before_restart, (
-        "before its successor is ready"
+def test_killed_engine_fails_its_requests_at_once_and_restarts(
+    questions: list[Question], short_timeouts: Served
+) -> None:
+    assert storm.run(storm.engine_killed(questions, 30, times=1, shared=short_timeouts)).failed_before_restart, (
+        "requests must fail before the next engine is ready"
     )
 
 
-def test_greedy_clients_do_not_hold_up_others(asked: list[Question], shared: Served) -> None:
-    tally = storm.run(storm.greedy_clients(asked, 2, n=50, shared=shared))
-    assert max(tally.slowest_live, tally.longest_gap) < 20, (
-        tally
-    )  # nobody waits until all is over; seconds are for the test below
+def test_greedy_clients_do_not_block_others(questions: list[Question], shared: Served) -> None:
+    tally = storm.run(storm.greedy_clients(questions, 2, n=50, shared=shared))
+    # nobody waits until the greedy requests have ended; the next test checks the contract's limits
+    assert max(tally.slowest_live, tally.longest_gap) < 20, tally
 
 
 @pytest.mark.thorough
-def test_greedy_clients_do_not_hold_up_others_for_a_moment(asked: list[Question]) -> None:
-    """Contract: on an idle machine ``/live`` within 100 ms, no gap beyond 500 ms, no event loop held for 50 ms."""
-    tally = storm.run(storm.greedy_clients(asked, 12, max_block=0.05))
+def test_greedy_clients_delay_others_within_contract(questions: list[Question]) -> None:
+    """Contract: on an idle machine ``/live`` within 100 ms, no gap beyond 500 ms, no event loop blocked for 50 ms."""
+    tally = storm.run(storm.greedy_clients(questions, 12, max_block=0.05))
     assert (tally.slowest_live <= 0.1, tally.longest_gap <= 0.5) == (True, True), tally
 
 
-def test_pipelined_requests_do_not_hold_up_others(asked: list[Question], shared: Served) -> None:
-    storm.run(storm.pipelined_requests(asked, 2000, shared=shared))
+def test_pipelined_requests_do_not_block_others(questions: list[Question], shared: Served) -> None:
+    storm.run(storm.pipelined_requests(questions, 2000, shared=shared))
 
 
-def test_an_engine_that_hangs_is_killed(asked: list[Question], impatient: Served) -> None:
-    assert storm.run(storm.engine_hung(asked, 10, shared=impatient)).slowest < 50, "the default is a minute"
+def test_hanging_engine_is_killed(questions: list[Question], short_timeouts: Served) -> None:
+    assert storm.run(storm.engine_hung(questions, 10, shared=short_timeouts)).slowest < 50, "the default is a minute"
 
 
-def test_a_killed_api_process_takes_only_its_own_connections_with_it(asked: list[Question], two: Served) -> None:
-    tally = storm.run(storm.api_killed(asked, 30, shared=two))
+def test_killed_api_process_breaks_only_its_connections(questions: list[Question], two_api_processes: Served) -> None:
+    tally = storm.run(storm.api_killed(questions, 30, shared=two_api_processes))
     assert tally.counts[Outcome.RIGHT] >= 30
 
 
-def test_an_api_process_that_stood_still_tells_its_clients(asked: list[Question], shared: Served) -> None:
-    tally = storm.run(storm.api_stopped(asked, 40, shared=shared))
+def test_stopped_api_process_fails_its_requests_with_error(questions: list[Question], shared: Served) -> None:
+    tally = storm.run(storm.api_stopped(questions, 40, shared=shared))
     assert tally.counts[Outcome.FAILED] > 0
 
 
-def test_sigterm_lets_requests_come_to_their_end(asked: list[Question], two: Served) -> None:
-    tally = storm.run(storm.sigterm(asked, 30, shared=two))
+def test_sigterm_completes_open_requests(questions: list[Question], two_api_processes: Served) -> None:
+    tally = storm.run(storm.sigterm(questions, 30, shared=two_api_processes))
     assert tally.counts[Outcome.REFUSED] > 0
 
 
-def test_a_signal_to_the_whole_group_is_one_to_the_server() -> None:
+def test_sigterm_to_process_group_completes_open_requests() -> None:
     """As systemd sends it."""
     with Served("--num-gpu-blocks-override", "200", "--tensor-parallel-size", "2") as served:
         client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
-        asked: Any = {"model": "penstock-demo", "prompt": "The story of a fox:", "max_tokens": 400, "temperature": 0}
-        whole = client.completions.create(**asked, extra_body={"ignore_eos": True}).choices[0].text
-        stream = client.completions.create(**asked, stream=True, extra_body={"ignore_eos": True})
+        request: Any = {"model": "penstock-demo", "prompt": "The story of a fox:", "max_tokens": 400, "temperature": 0}
+        expected = client.completions.create(**request, extra_body={"ignore_eos": True}).choices[0].text
+        stream = client.completions.create(**request, stream=True, extra_body={"ignore_eos": True})
         first = next(iter(stream)).choices[0].text
         for pid in processes(served.pid):
             os.kill(pid, signal.SIGTERM)
-        assert first + "".join(chunk.choices[0].text for chunk in stream) == whole
+        assert first + "".join(chunk.choices[0].text for chunk in stream) == expected
         assert served.ended() == 0
         assert not [line for line in served.lines if "ERROR" in line or "WARNING" in line]
 
 
-def test_what_has_no_time_to_end_is_told(asked: list[Question], narrow: Served) -> None:
-    assert storm.run(storm.sigterm_drain_timeout(asked, 4, shared=narrow)).slowest < 20, "the default is half a minute"
+def test_requests_open_at_drain_timeout_get_error(questions: list[Question], short_queue: Served) -> None:
+    assert storm.run(storm.sigterm_drain_timeout(questions, 4, shared=short_queue)).slowest < 20, (
+        "the default is half a minute"
+    )
 
 
-def test_an_engine_that_cannot_live_ends_the_server(asked: list[Question], shared: Served) -> None:
-    storm.run(storm.engine_killed_repeatedly(asked, 10, shared=shared))
+def test_repeatedly_killed_engine_ends_the_server(questions: list[Question], shared: Served) -> None:
+    storm.run(storm.engine_killed_repeatedly(questions, 10, shared=shared))
 
 
-def test_nothing_outlives_the_supervisor(asked: list[Question], impatient: Served) -> None:
-    storm.run(storm.supervisor_killed(asked, 10, shared=impatient))
+def test_no_process_outlives_the_supervisor(questions: list[Question], short_timeouts: Served) -> None:
+    storm.run(storm.supervisor_killed(questions, 10, shared=short_timeouts))

@@ -1,4 +1,4 @@
-"""All that a request can ask for, in pairs and in heaps: together it is what it is alone, or it is refused by name."""
+"""Request options in pairs and larger sets: the same result alone and in a batch, or a refusal by name."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from test_lora import adapter
 from penstock import demo
 from penstock.core.sampling import EXCLUSIVE
 
-HEAPS = int(os.environ.get("PENSTOCK_TOGETHER_HEAPS", "20"))
-"""Drawn combinations of three to seven features, besides all pairs."""
-ASKED = {"role": "user", "content": "Tell me about Anna, who lives in Paris."}
+NUM_SETS = int(os.environ.get("PENSTOCK_TOGETHER_HEAPS", "20"))
+"""Number of random sets of three to seven features, in addition to all pairs."""
+MESSAGE = {"role": "user", "content": "Tell me about Anna, who lives in Paris."}
 CITY = {
     "type": "object",
     "properties": {"city": {"enum": ["Paris", "Rome"]}, "size": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -61,21 +61,21 @@ FEATURES: dict[str, dict[str, Any]] = {
     "salt": {"cache_salt": "mine"},
     "priority": {"priority": -1},
     "going on": {
-        "messages": [ASKED, {"role": "assistant", "content": "Anna lives"}],
+        "messages": [MESSAGE, {"role": "assistant", "content": "Anna lives"}],
         "continue_final_message": True,
     },
     "cut prompt": {"truncate_prompt_tokens": 20},
 }
-FORMS = ("json", "regex", "choice", "forced call")
+CONSTRAINTS = ("json", "regex", "choice", "forced call")
 RANDOM = ("sampled", "truncated")
 FORBIDDEN: dict[frozenset[str], str] = {
     **{
         frozenset(pair): "another constraint|one constraint|set exactly one of"
-        for pair in itertools.combinations(FORMS, 2)
+        for pair in itertools.combinations(CONSTRAINTS, 2)
     },
     **{
-        frozenset((form, other)): EXCLUSIVE["guided_decoding"][i] + "|tool_choice"
-        for form in FORMS
+        frozenset((constraint, other)): EXCLUSIVE["guided_decoding"][i] + "|tool_choice"
+        for constraint in CONSTRAINTS
         for i, other in ((0, "allowed"), (1, "bad words"), (3, "least"), (4, "no end"))
     },
     frozenset(("limited thought", "allowed")): "allowed_token_ids",
@@ -85,31 +85,32 @@ FORBIDDEN: dict[frozenset[str], str] = {
     frozenset(("beams", "stop")): "stop",
     frozenset(("beams", "logprobs")): "logprobs",
 }
-"""Pairs that are refused, and what the refusal says."""
-WHOLE = 40
-"""Tokens of an answer at most."""
+"""Pairs that are refused → pattern of the message."""
+MAX_TOKENS = 40
+"""Maximum number of tokens of an answer."""
 
 
 def body(names: tuple[str, ...]) -> dict[str, Any]:
-    """A request for all of these."""
-    made: dict[str, Any] = {"model": "default", "messages": [ASKED], "max_tokens": WHOLE, "temperature": 0}
+    """Fields of a request with several features."""
+    made: dict[str, Any] = {"model": "default", "messages": [MESSAGE], "max_tokens": MAX_TOKENS, "temperature": 0}
     if "best of" in names and "beams" not in names:
         made |= {"temperature": 0.7, "seed": 5}
-    for name in sorted(names, key=lambda name: name == "thought"):  # which "limited thought" has, too
+    for name in sorted(names, key=lambda name: name == "thought"):  # "limited thought" sets the same field
         made |= {key: value for key, value in FEATURES[name].items() if name != "beams" or key != "temperature"}
     return made
 
 
 def refusals(names: tuple[str, ...]) -> list[str]:
-    return [words for pair in itertools.combinations(names, 2) if (words := FORBIDDEN.get(frozenset(pair)))]
+    """Patterns of the messages that may refuse a set of features; empty if it is allowed."""
+    return [message for pair in itertools.combinations(names, 2) if (message := FORBIDDEN.get(frozenset(pair)))]
 
 
-def heaps(rng: Random) -> Iterator[tuple[str, ...]]:
-    for _ in range(HEAPS):
+def random_sets(rng: Random) -> Iterator[tuple[str, ...]]:
+    for _ in range(NUM_SETS):
         yield tuple(rng.sample(sorted(FEATURES), rng.randint(3, 7)))
 
 
-REQUESTS = [*itertools.combinations(FEATURES, 2), *heaps(Random(0))]
+REQUESTS = [*itertools.combinations(FEATURES, 2), *random_sets(Random(0))]
 
 
 @pytest.fixture(scope="module")
@@ -117,9 +118,9 @@ def sailor(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return adapter(demo.CHAT, tmp_path_factory.mktemp("sailor"), r=4, target_modules=["q_proj", "down_proj"])
 
 
-async def whole(client: openai.AsyncOpenAI, asked: dict[str, Any]) -> Any:
-    """Choices, as far as they can be told alike in a stream."""
-    answer = (await client.chat.completions.create(**split(asked))).model_dump()
+async def not_streamed(client: openai.AsyncOpenAI, request: dict[str, Any]) -> Any:
+    """Choices of an answer, in the same form as those of ``streamed``."""
+    answer = (await client.chat.completions.create(**split(request))).model_dump()
     return [
         {
             "content": choice["message"]["content"] or "",
@@ -136,107 +137,108 @@ async def whole(client: openai.AsyncOpenAI, asked: dict[str, Any]) -> Any:
     ]
 
 
-async def streamed(client: openai.AsyncOpenAI, asked: dict[str, Any]) -> Any:
+async def streamed(client: openai.AsyncOpenAI, request: dict[str, Any]) -> Any:
     found: dict[int, dict[str, Any]] = {}
-    async for chunk in await client.chat.completions.create(**split(asked), stream=True):
+    async for chunk in await client.chat.completions.create(**split(request), stream=True):
         for choice in chunk.model_dump()["choices"]:
             empty: dict[str, Any] = {"content": "", "thought": "", "calls": [], "logprobs": [], "ids": []}
-            own = found.setdefault(choice["index"], empty)
+            result = found.setdefault(choice["index"], empty)
             delta = choice["delta"]
-            own["content"] += delta.get("content") or ""
-            own["thought"] += delta.get("reasoning_content") or ""
+            result["content"] += delta.get("content") or ""
+            result["thought"] += delta.get("reasoning_content") or ""
             for call in delta.get("tool_calls") or ():
-                if call["index"] == len(own["calls"]):
-                    own["calls"].append(("", ""))
-                name, arguments = own["calls"][call["index"]]
+                if call["index"] == len(result["calls"]):
+                    result["calls"].append(("", ""))
+                name, arguments = result["calls"][call["index"]]
                 new = call["function"]
-                own["calls"][call["index"]] = (name + (new.get("name") or ""), arguments + (new["arguments"] or ""))
-            own["reason"] = choice["finish_reason"]
-            own["logprobs"] += [(p["token"], p["logprob"]) for p in (choice["logprobs"] or {}).get("content") or ()]
-            own["ids"] += choice.get("token_ids") or []
+                result["calls"][call["index"]] = (name + (new.get("name") or ""), arguments + (new["arguments"] or ""))
+            result["reason"] = choice["finish_reason"]
+            result["logprobs"] += [(p["token"], p["logprob"]) for p in (choice["logprobs"] or {}).get("content") or ()]
+            result["ids"] += choice.get("token_ids") or []
     return [found[index] for index in sorted(found)]
 
 
-def split(asked: dict[str, Any]) -> dict[str, Any]:
-    """As the client's method takes it: what OpenAI does not know goes into the body as it is."""
+def split(request: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of the client's method: fields that OpenAI does not define go into ``extra_body``."""
     known = (
         "model messages max_tokens temperature n seed top_p stop presence_penalty frequency_penalty logit_bias "
         "logprobs top_logprobs tools tool_choice parallel_tool_calls response_format"
     ).split()
-    own = {name: value for name, value in asked.items() if name in known}
-    return own | {"extra_body": {name: value for name, value in asked.items() if name not in known}}
+    arguments = {name: value for name, value in request.items() if name in known}
+    return arguments | {"extra_body": {name: value for name, value in request.items() if name not in known}}
 
 
-async def answers(server: Served, ask: Callable[..., Any], at_once: int) -> list[Any]:
-    """Of every request its choices, or the words of its refusal."""
+async def answers(server: Served, ask: Callable[..., Any], concurrency: int) -> list[Any]:
+    """Choices of each request, or the message of its refusal."""
     client = openai.AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=120)
-    window = asyncio.Semaphore(at_once)
+    window = asyncio.Semaphore(concurrency)
 
-    async def one(names: tuple[str, ...]) -> Any:
+    async def send(names: tuple[str, ...]) -> Any:
         async with window:
             try:
                 return await ask(client, body(names))
             except openai.BadRequestError as error:
                 return f"{error.param}: {error}"
 
-    return await asyncio.gather(*map(one, REQUESTS))
+    return await asyncio.gather(*map(send, REQUESTS))
 
 
 @pytest.fixture(scope="module")
 def alone(sailor: Path) -> list[Any]:
-    """Whole, one at a time, with all the room there is. The size of blocks decides in which order attention sums."""
-    roomy = ["--num-gpu-blocks-override", "400", "--block-size", "16", "--max-model-len", "512"]
-    with Served("--lora-modules", f"sailor={sailor}", *roomy) as server:
-        return asyncio.run(answers(server, whole, 1))
+    """Results of requests one at a time, not streamed, with a large KV cache. The block size is as in the other server,
+    as it determines the order of sums in attention."""
+    flags = ["--num-gpu-blocks-override", "400", "--block-size", "16", "--max-model-len", "512"]
+    with Served("--lora-modules", f"sailor={sailor}", *flags) as server:
+        return asyncio.run(answers(server, not_streamed, 1))
 
 
-def test_what_goes_together_is_the_same_in_any_company(alone: list[Any], sailor: Path) -> None:
-    """In streams, many at a time, in a cache that is too small for them, in short chunks, with tokens guessed ahead."""
-    guessing = json.dumps({"method": "ngram", "adaptive": False})
-    pressed = ["--num-gpu-blocks-override", "48", "--block-size", "16", "--max-model-len", "512"]
-    pressed += ["--max-num-batched-tokens", "96", "--max-waiting", "1024", "--speculative-config", guessing]
-    with Served("--lora-modules", f"sailor={sailor}", *pressed) as server:
+def test_compatible_options_give_same_result_in_any_batch(alone: list[Any], sailor: Path) -> None:
+    """Streamed, 24 at a time, in a KV cache that is too small for them, in short chunks, with drafts."""
+    drafting = json.dumps({"method": "ngram", "adaptive": False})
+    flags = ["--num-gpu-blocks-override", "48", "--block-size", "16", "--max-model-len", "512"]
+    flags += ["--max-num-batched-tokens", "96", "--max-waiting", "1024", "--speculative-config", drafting]
+    with Served("--lora-modules", f"sailor={sailor}", *flags) as server:
         together = asyncio.run(answers(server, streamed, 24))
         page = urllib.request.urlopen(f"{server.root}/metrics").read().decode()
-    for names, one, other in zip(REQUESTS, alone, together, strict=True):
-        assert one == other, names
+    for names, expected, found in zip(REQUESTS, alone, together, strict=True):
+        assert expected == found, names
     assert float(re.search(r"num_preemptions_total\{[^}]*\} (\S+)", page)[1]) > 0  # type: ignore[index]
 
 
-def test_what_does_not_go_together_is_refused_by_name(alone: list[Any]) -> None:
-    for names, told in zip(REQUESTS, alone, strict=True):
+def test_incompatible_options_are_refused_by_name(alone: list[Any]) -> None:
+    for names, found in zip(REQUESTS, alone, strict=True):
         if expected := refusals(names):
-            assert isinstance(told, str) and any(re.search(words, told) for words in expected), (names, told)
+            assert isinstance(found, str) and any(re.search(message, found) for message in expected), (names, found)
         else:
-            assert isinstance(told, list), (names, told)
+            assert isinstance(found, list), (names, found)
 
 
-def test_everything_is_as_it_was_asked_for(alone: list[Any]) -> None:
-    for names, told in zip(REQUESTS, alone, strict=True):
-        if isinstance(told, str):
+def test_results_have_all_requested_options(alone: list[Any]) -> None:
+    for names, choices in zip(REQUESTS, alone, strict=True):
+        if isinstance(choices, str):
             continue
-        assert len(told) == (2 if "n" in names else 1), names
-        for choice in told:
-            check(names, choice)
+        assert len(choices) == (2 if "n" in names else 1), names
+        for choice in choices:
+            check_choice(names, choice)
 
 
-def check(names: tuple[str, ...], choice: dict[str, Any]) -> None:
-    said, ended = choice["content"], choice["reason"] in ("stop", "tool_calls")
+def check_choice(names: tuple[str, ...], choice: dict[str, Any]) -> None:
+    content, ended = choice["content"], choice["reason"] in ("stop", "tool_calls")
     cut = "stop" in names or "stop tokens" in names or "going on" in names
     if ended and not cut:
         if "json" in names:
-            assert json.loads(said)["city"] in ("Paris", "Rome"), (names, choice)
+            assert json.loads(content)["city"] in ("Paris", "Rome"), (names, choice)
         if "regex" in names:
-            assert re.fullmatch("[a-z]{3,9}[!?]", said), (names, choice)
+            assert re.fullmatch("[a-z]{3,9}[!?]", content), (names, choice)
         if "choice" in names:
-            assert said in FEATURES["choice"]["guided_choice"], (names, choice)
+            assert content in FEATURES["choice"]["guided_choice"], (names, choice)
         if "forced call" in names:
             ((name, arguments),) = choice["calls"]
             assert name == "find" and json.loads(arguments)["city"] in ("Paris", "Rome"), (names, choice)
     if "stop" in names and "least" not in names:
-        assert "\n\n" not in said and "is " not in said, (names, choice)
+        assert "\n\n" not in content and "is " not in content, (names, choice)
     if "bad words" in names:
-        assert " Anna" not in said and " the " not in said, (names, choice)
+        assert " Anna" not in content and " the " not in content, (names, choice)
     if "logprobs" in names:
         assert choice["logprobs"], (names, choice)
     if "no end" in names and not cut:
@@ -245,7 +247,7 @@ def check(names: tuple[str, ...], choice: dict[str, Any]) -> None:
         assert len(choice["ids"]) >= 6, (names, choice)
 
 
-def test_the_documents_list_what_does_not_go_together() -> None:
+def test_documentation_lists_incompatible_options() -> None:
     text = (ROOT / "docs" / "features.md").read_text(encoding="utf-8")
     table = text[text.index("## Incompatible options") :]
     for field, others in EXCLUSIVE.items():

@@ -25,7 +25,7 @@ Heads = tuple[Path, dict[str, Path]]
 
 @pytest.fixture(scope="module")
 def attending(simple: Heads, tmp_path_factory: pytest.TempPathFactory) -> Heads:
-    """The same, but attention has some say: enough to change every log probability."""
+    """The model of ``simple`` with a small contribution of attention, enough to change every logprob."""
     folder = tmp_path_factory.mktemp("attending") / "model"
     shutil.copytree(simple[0], folder, ignore=shutil.ignore_patterns("eagle*", "medusa"))
     tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0)
@@ -42,7 +42,7 @@ def plain(attending: Heads) -> list[Any]:
 
 
 def tokens_of(outputs: list[Any]) -> list[list[tuple[int, ...]]]:
-    return [[tuple(one.token_ids) for one in each] for each in outputs]
+    return [[tuple(output.token_ids) for output in sequences] for sequences in outputs]
 
 
 def stats(llm: LLM) -> SpecDecodingStats:
@@ -50,7 +50,7 @@ def stats(llm: LLM) -> SpecDecodingStats:
     return llm.engine.scheduler.speculation.stats
 
 
-def test_paths_in_every_notation() -> None:
+def test_token_trees_are_read_in_every_notation() -> None:
     trees = [
         TokenTree(TREE),
         TokenTree.read(str(TREE)),
@@ -65,9 +65,9 @@ def test_paths_in_every_notation() -> None:
 
 
 @pytest.mark.parametrize("latent", [0, 32])
-@pytest.mark.parametrize("kept", ["", "int8"])
-def test_slots_are_copied_as_they_are(latent: int, kept: str) -> None:
-    spec = KVSpec(1 if latent else 2, 48, "bfloat16", 16, kept, latent=latent)
+@pytest.mark.parametrize("quantization", ["", "int8"])
+def test_copied_slots_are_equal(latent: int, quantization: str) -> None:
+    spec = KVSpec(1 if latent else 2, 48, "bfloat16", 16, quantization, latent=latent)
     layout = transfer_layouts([spec], 8)[0]
     sources, targets, places = torch.tensor([3, 17, 40]), torch.tensor([60, 4, 16]), torch.arange(3)
     for ops in (cpu, reference):
@@ -92,7 +92,7 @@ def test_slots_are_copied_as_they_are(latent: int, kept: str) -> None:
     ],
     ids=str,
 )
-def test_outputs_are_those_without_drafts(
+def test_tree_drafts_do_not_change_outputs(
     attending: Heads, plain: list[Any], method: str, options: dict[str, Any]
 ) -> None:
     folder, heads = attending
@@ -102,7 +102,7 @@ def test_outputs_are_those_without_drafts(
     llm = LLM(folder, speculative_config=given, **OPTIONS | options)
     for _ in range(2):  # the second time from the prefix cache
         got = answers(llm, 60)
-        if "ops" in options:  # which is not batch-invariant
+        if "ops" in options:  # not batch-invariant
             assert tokens_of(got) == tokens_of(expected)
         else:
             assert got == expected
@@ -110,8 +110,8 @@ def test_outputs_are_those_without_drafts(
     assert stats(llm).accepted_tokens > 0.1 * stats(llm).drafts > 10
 
 
-def test_trees_have_more_accepted_than_their_first_paths(attending: Heads, plain: list[Any]) -> None:
-    """For one sequence at a time, greedy or sampled; what needs all earlier tokens' values gets the first path."""
+def test_trees_have_more_accepted_tokens_than_their_first_path(attending: Heads, plain: list[Any]) -> None:
+    """One sequence at a time, greedy or sampled. With penalties, only the first path is drafted."""
     folder, heads = attending
     accepted = []
     for more in ({"medusa_choices": TREE}, {"num_speculative_tokens": 3}):
@@ -127,7 +127,7 @@ def test_trees_have_more_accepted_than_their_first_paths(attending: Heads, plain
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "message"),
     [
         ({"medusa_choices": "[(0,"}, "it is not a tree such as"),
         ({"medusa_choices": [[0]], "eagle_choices": [[0]]}, "set only one of medusa_choices and eagle_choices"),
@@ -146,8 +146,8 @@ def test_trees_have_more_accepted_than_their_first_paths(attending: Heads, plain
         ),
     ],
 )
-def test_what_is_no_tree_is_refused(simple: Heads, given: dict[str, Any], words: str) -> None:
+def test_invalid_token_tree_is_refused(simple: Heads, given: dict[str, Any], message: str) -> None:
     if "model" in given:
         given["model"] = given["model"].replace("MODEL", str(simple[0])).replace("HEADS", str(simple[0]))
-    with pytest.raises(PenstockError, match=words):
+    with pytest.raises(PenstockError, match=message):
         LLM(simple[0], speculative_config=given, **OPTIONS | {"num_gpu_blocks_override": 50})

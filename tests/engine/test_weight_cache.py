@@ -1,4 +1,4 @@
-"""Packed weights on disk: found again by the next start, and never damaged ones or those of another checkpoint."""
+"""Cache of packed weights on disk: used by the next start, but not if damaged or of another checkpoint."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from penstock.parallel.shared_memory import SharedMemoryGroup, create_memory
 
 PROMPTS = [[5, 6, 7, 8], list(range(40, 90))]
 DATA = 2 * 2**20
-"""Where the data of a small file begin."""
+"""Byte offset of the data in a small file."""
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def answers(checkpoint: Path, cache: Path | str, quantization: str = "w4a8") -> 
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def test_the_next_start_finds_them(checkpoint: Path, tmp_path: Path) -> None:
+def test_next_start_uses_cached_weights(checkpoint: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     expected = answers(checkpoint, "none")
     assert not cache.exists()
@@ -72,7 +72,7 @@ def test_the_next_start_finds_them(checkpoint: Path, tmp_path: Path) -> None:
     assert answers(checkpoint, cache, "none") == plain == answers(checkpoint, "none", "none")
 
 
-def test_those_of_another_state_are_made_again(checkpoint: Path, tmp_path: Path) -> None:
+def test_weights_of_another_checkpoint_state_are_packed_again(checkpoint: Path, tmp_path: Path) -> None:
     cache, weights = tmp_path / "cache", checkpoint / "model.safetensors"
     answers(checkpoint, cache)
     (file,) = cache.iterdir()
@@ -81,7 +81,7 @@ def test_those_of_another_state_are_made_again(checkpoint: Path, tmp_path: Path)
     assert answers(checkpoint, cache) == expected
     assert list(cache.iterdir()) == [file]
     before = weights.stat()
-    with weights.open("r+b") as content:  # other weights, of the same size, under the same header and date
+    with weights.open("r+b") as content:  # other weights with the same size, header and date
         content.seek(before.st_size - 20_000)
         content.write(random.Random(0).randbytes(1000) + bytes(19_000))
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -90,100 +90,98 @@ def test_those_of_another_state_are_made_again(checkpoint: Path, tmp_path: Path)
     assert answers(checkpoint, cache) == changed
 
 
-def flipped(whole: bytes, begin: int, end: int) -> bytes:
-    """With 300 bits flipped."""
-    damaged, draw = bytearray(whole), random.Random(0)
+def flip_bits(content: bytes, begin: int, end: int) -> bytes:
+    """Flip 300 bits in a range of bytes."""
+    damaged, rng = bytearray(content), random.Random(0)
     for _ in range(300):
-        damaged[draw.randrange(begin, end)] ^= 1 << draw.randrange(8)
+        damaged[rng.randrange(begin, end)] ^= 1 << rng.randrange(8)
     return bytes(damaged)
 
 
-def test_damaged_tensors_are_named_and_made_again(
+def test_damaged_tensors_are_logged_and_packed_again(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = tmp_path / "cache"
     expected = answers(checkpoint, cache)
     (file,) = cache.iterdir()
-    whole = file.read_bytes()
-    file.write_bytes(flipped(whole, DATA, len(whole)))
+    content = file.read_bytes()
+    file.write_bytes(flip_bits(content, DATA, len(content)))
     with caplog.at_level(logging.WARNING):
         assert answers(checkpoint, cache) == expected
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert re.search(rf"{file}: \d+ tensors are damaged and made again: model.embed_tokens \(values\), .*", told)
-    assert file.read_bytes() == whole
-    one = bytearray(whole)
-    one[-1] ^= 1
-    file.write_bytes(one)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert re.search(rf"{file}: \d+ tensors are damaged and made again: model.embed_tokens \(values\), .*", message)
+    assert file.read_bytes() == content
+    damaged = bytearray(content)
+    damaged[-1] ^= 1
+    file.write_bytes(damaged)
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         assert answers(checkpoint, cache) == expected
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert re.fullmatch(rf"{file}: a tensor is damaged and made again: \S+ \((scales|values)\)", told)
-    assert file.read_bytes() == whole
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert re.fullmatch(rf"{file}: a tensor is damaged and made again: \S+ \((scales|values)\)", message)
+    assert file.read_bytes() == content
 
 
-def headed(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
-    """With another header, whose checksum is right."""
+def edit_header(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
+    """Return a function that changes the header of a file, with a matching checksum."""
 
-    def changed(whole: bytes) -> bytes:
-        length = int.from_bytes(whole[8:16], "little")
-        header = msgspec.json.decode(whole[24 : 24 + length])
+    def changed(content: bytes) -> bytes:
+        length = int.from_bytes(content[8:16], "little")
+        header = msgspec.json.decode(content[24 : 24 + length])
         change(header)
         data = msgspec.json.encode(header)
         sizes = len(data).to_bytes(8, "little") + xxh3_64_intdigest(data).to_bytes(8, "little")
-        return (whole[:8] + sizes + data).ljust(DATA, b"\0") + whole[DATA:]
+        return (content[:8] + sizes + data).ljust(DATA, b"\0") + content[DATA:]
 
     return changed
 
 
-def first(**fields: Any) -> Callable[[bytes], bytes]:
-    """With a header that says something else of the first tensor."""
-    return headed(lambda header: next(iter(next(iter(header["entries"].values())).values())).update(fields))
+def edit_first_tensor(**fields: Any) -> Callable[[bytes], bytes]:
+    """Return a function that changes fields of the first tensor in the header of a file."""
+    return edit_header(lambda header: next(iter(next(iter(header["entries"].values())).values())).update(fields))
 
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
-    "empty": lambda whole: b"",
-    "cut short": lambda whole: whole[: DATA + 1000],
-    "cut short in its header": lambda whole: whole[:1000],
-    "garbage": lambda whole: random.Random(0).randbytes(len(whole)),
-    "a header longer than the file": lambda whole: whole[:8] + b"\xff" * 8 + whole[16:],
-    "bits of the header": lambda whole: flipped(whole, 24, 1000),
-    "an earlier version's": lambda whole: whole[8:],
-    "beyond the end": first(offset=2**40),
-    "before the begin": first(offset=-DATA),
-    "over another": headed(
-        lambda header: [one.update(offset=0) for e in header["entries"].values() for one in [*e.values()]] and None
+    "empty": lambda content: b"",
+    "cut short": lambda content: content[: DATA + 1000],
+    "cut short in its header": lambda content: content[:1000],
+    "garbage": lambda content: random.Random(0).randbytes(len(content)),
+    "header longer than the file": lambda content: content[:8] + b"\xff" * 8 + content[16:],
+    "flipped bits in the header": lambda content: flip_bits(content, 24, 1000),
+    "earlier version": lambda content: content[8:],
+    "offset beyond the end": edit_first_tensor(offset=2**40),
+    "negative offset": edit_first_tensor(offset=-DATA),
+    "overlapping tensors": edit_header(
+        lambda header: [part.update(offset=0) for e in header["entries"].values() for part in [*e.values()]] and None
     ),
-    "a giant": first(shape=[2**40, 2**40]),
-    "a negative one": first(shape=[-1, 5]),
-    "an unknown dtype": first(dtype="load"),
-    "of another shape": first(shape=[1]),
-    "of another dtype": first(dtype="int8"),
-    "of another state": headed(lambda header: header.update(state="")),
+    "huge shape": edit_first_tensor(shape=[2**40, 2**40]),
+    "negative shape": edit_first_tensor(shape=[-1, 5]),
+    "unknown dtype": edit_first_tensor(dtype="load"),
+    "other shape": edit_first_tensor(shape=[1]),
+    "other dtype": edit_first_tensor(dtype="int8"),
+    "other state": edit_header(lambda header: header.update(state="")),
 }
 
 
-def test_files_that_cannot_be_used_stop_nothing(
-    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unusable_files_are_packed_again(checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache = tmp_path / "cache"
     expected = answers(checkpoint, cache)
     (file,) = cache.iterdir()
-    whole = file.read_bytes()
+    content = file.read_bytes()
     for name, damage in DAMAGES.items():
-        file.write_bytes(damage(whole))
+        file.write_bytes(damage(content))
         caplog.clear()
         with caplog.at_level(logging.INFO):
             assert answers(checkpoint, cache) == expected, name
-        told = [record.getMessage() for record in caplog.records if "again" in record.getMessage()]
-        assert len(told) == 1 and "\n" not in told[0], name
-        assert file.read_bytes() == whole, name
+        messages = [record.getMessage() for record in caplog.records if "again" in record.getMessage()]
+        assert len(messages) == 1 and "\n" not in messages[0], name
+        assert file.read_bytes() == content, name
     with caplog.at_level(logging.INFO):
         assert answers(checkpoint, file / "no-folder") == expected
     assert "are not kept" in caplog.text
 
 
-def test_what_another_user_may_have_written_is_not_used(
+def test_files_writable_by_other_users_are_not_used(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = tmp_path / "cache"
@@ -191,27 +189,27 @@ def test_what_another_user_may_have_written_is_not_used(
     assert cache.stat().st_mode & 0o077 == 0
     (file,) = cache.iterdir()
 
-    def linked() -> None:
+    def replace_by_link() -> None:
         file.rename(tmp_path / "elsewhere")
         file.symlink_to(tmp_path / "elsewhere")
 
-    def waiting() -> None:
+    def replace_by_fifo() -> None:
         file.unlink()
         os.mkfifo(file)
 
-    ways: dict[str, Callable[[], object]] = {
+    changes: dict[str, Callable[[], object]] = {
         "other users may write to it": lambda: file.chmod(0o666),
-        "Too many levels of symbolic links": linked,
-        "it is not a regular file": waiting,
+        "Too many levels of symbolic links": replace_by_link,
+        "it is not a regular file": replace_by_fifo,
     }
     if os.geteuid() == 0:
-        ways["it belongs to another user"] = lambda: os.chown(file, 12345, 12345)
-    for words, way in ways.items():
-        way()
+        changes["it belongs to another user"] = lambda: os.chown(file, 12345, 12345)
+    for message, change in changes.items():
+        change()
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             assert answers(checkpoint, cache) == expected
-        assert words in caplog.text
+        assert message in caplog.text
         assert file.is_file() and not file.is_symlink()
         assert file.stat().st_uid == os.geteuid() and file.stat().st_mode & 0o022 == 0
     caplog.clear()
@@ -220,7 +218,7 @@ def test_what_another_user_may_have_written_is_not_used(
     assert not caplog.text
 
 
-def test_a_changed_configuration_is_not_met_with_old_weights(checkpoint: Path, tmp_path: Path) -> None:
+def test_changed_configuration_does_not_use_cached_weights(checkpoint: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     answers(checkpoint, cache)
     config = checkpoint / "config.json"
@@ -229,18 +227,18 @@ def test_a_changed_configuration_is_not_met_with_old_weights(checkpoint: Path, t
         answers(checkpoint, cache)
 
 
-def test_what_a_killed_process_left_is_taken_away(checkpoint: Path, tmp_path: Path) -> None:
+def test_unfinished_file_of_killed_process_is_removed(checkpoint: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     answers(checkpoint, cache)
     (file,) = cache.iterdir()
     file.rename(file.with_suffix(".part"))
-    with (cache / "other.part").open("wb") as other:  # which somebody writes
+    with (cache / "other.part").open("wb") as other:  # another process writes it
         fcntl.flock(other, fcntl.LOCK_EX)
         answers(checkpoint, cache)
         assert set(cache.iterdir()) == {file, Path(other.name)}
 
 
-def test_what_was_used_least_recently_makes_room(
+def test_least_recently_used_files_are_removed(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = tmp_path / "cache"
@@ -274,12 +272,12 @@ def test_what_was_used_least_recently_makes_room(
     del running
 
 
-def test_each_rank_has_a_file(checkpoint: Path, tmp_path: Path) -> None:
-    """Halves of two ranks have the same names and sizes, and hold other weights."""
+def test_each_rank_has_a_separate_file(checkpoint: Path, tmp_path: Path) -> None:
+    """The halves of two ranks have the same names and sizes, but other weights."""
     cache, memory = tmp_path / "cache", create_memory()
 
     def load(rank: int, ranks: int) -> int:
-        """Bytes that were found in the cache."""
+        """Load the weights of a rank; return the number of bytes found in the cache."""
         model = load_model(
             checkpoint,
             backend(torch.device("cpu")),
@@ -299,23 +297,23 @@ def test_each_rank_has_a_file(checkpoint: Path, tmp_path: Path) -> None:
     assert len(set(data)) == 3
 
 
-def test_engines_that_write_at_the_same_time_share_the_room(tmp_path: Path) -> None:
+def test_concurrent_writers_share_the_size_limit(tmp_path: Path) -> None:
     size, limit = 2**20, 4 * 2**20
-    told: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    results: queue.SimpleQueue[bool] = queue.SimpleQueue()
     done = threading.Event()
 
     def write(number: int) -> None:
         try:
             with new_file(tmp_path / f"{number}.packed", size, limit):
-                told.put(True)
+                results.put(True)
                 done.wait()
         except OSError:
-            told.put(False)
+            results.put(False)
 
     threads = [threading.Thread(target=write, args=(number,)) for number in range(16)]
     for thread in threads:
         thread.start()
-    kept = sum(told.get(timeout=60) for _ in threads)
+    kept = sum(results.get(timeout=60) for _ in threads)
     done.set()
     for thread in threads:
         thread.join()
@@ -323,21 +321,21 @@ def test_engines_that_write_at_the_same_time_share_the_room(tmp_path: Path) -> N
 
 
 @pytest.mark.thorough
-def test_a_file_cut_short_under_a_running_engine_is_made_again(tmp_path: Path) -> None:
+def test_file_truncated_while_in_use_is_packed_again(tmp_path: Path) -> None:
     cache, greedy = tmp_path / "cache", SamplingParams(temperature=0, max_tokens=8)
     llm = start(demo.CHAT, cache, "none", blocks=100)
     expected = llm.generate(["The river"], greedy, use_tqdm=False)[0].outputs[0].text
     (file,) = cache.iterdir()
-    whole = file.stat().st_size
+    size = file.stat().st_size
     flags = ("--weight-cache-dir", str(cache), "--num-gpu-blocks-override", "100", "--dtype", "bfloat16")
     with Served(*flags) as served:
         client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
         seen = len(served.lines)
         os.truncate(file, DATA)
-        asked: dict[str, Any] = {"model": "penstock-demo", "prompt": "The river", "max_tokens": 8, "temperature": 0}
+        request: dict[str, Any] = {"model": "penstock-demo", "prompt": "The river", "max_tokens": 8, "temperature": 0}
         with pytest.raises(openai.APIError):
-            client.completions.create(**asked)
+            client.completions.create(**request)
         served.find("ended: killed by SIGBUS", seen)
         served.find(r"cannot be used .it has \d+ bytes instead of \d+.", seen, limit=60)
-        assert client.with_options(max_retries=20).completions.create(**asked).choices[0].text == expected
-    assert file.stat().st_size == whole
+        assert client.with_options(max_retries=20).completions.create(**request).choices[0].text == expected
+    assert file.stat().st_size == size

@@ -1,4 +1,4 @@
-"""Weights that change while the engine runs: answers before and after are those of fresh engines, bit by bit."""
+"""Weight updates of a running engine: outputs before and after equal those of fresh engines, bit by bit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PIPELINE_PARALLEL = {"pipeline_parallel_size": 2, "distributed_executor_backend"
 PROMPTS = [list(range(5 * i, 5 * i + 40)) for i in range(3)]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
 Answer = list[tuple[int, tuple[tuple[int, float], ...]]]
-"""Of each token its id, and ids and logprobs of what is listed with it."""
+"""For each generated token: its id, and the listed (token id, logprob) pairs."""
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +50,11 @@ def new(old: Path) -> Path:
 
 
 def perturbed(folder: Path, target: Path, seed: int = 1) -> Path:
-    """The same model with other weights."""
+    """Save a copy of a model with other weights."""
     shutil.copytree(folder, target)
     generator = torch.Generator().manual_seed(seed)
     tensors = load_file(folder / "model.safetensors")
-    changed = {name: one + 0.1 * torch.randn(one.shape, generator=generator) for name, one in tensors.items()}
+    changed = {name: tensor + 0.1 * torch.randn(tensor.shape, generator=generator) for name, tensor in tensors.items()}
     save_file(changed, target / "model.safetensors", metadata={"format": "pt"})
     return target
 
@@ -67,12 +67,12 @@ def opened(folder: Path, **options: Any) -> Iterator[LLM]:
 
 
 def answers(llm: LLM) -> list[Answer]:
-    """What it generates, to the bit."""
+    """Generated tokens and logprobs."""
     outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert {output.weights_version for output in outputs} == {llm.engine.info.weights_version}
     return [
         [
-            (token, tuple((key, one.logprob) for key, one in position.items()))
+            (token, tuple((key, entry.logprob) for key, entry in position.items()))
             for token, position in zip(output.outputs[0].token_ids, output.outputs[0].logprobs or [], strict=True)
         ]
         for output in outputs
@@ -85,7 +85,7 @@ def fresh(folder: Path, **options: Any) -> list[Answer]:
 
 
 @pytest.mark.parametrize("options", [{}, TENSOR_PARALLEL, PIPELINE_PARALLEL, {"quantization": "w8a8"}], ids=str)
-def test_weights_of_a_folder_and_of_tensors(old: Path, new: Path, options: Mapping[str, Any]) -> None:
+def test_weights_are_updated_from_folder_and_from_tensors(old: Path, new: Path, options: Mapping[str, Any]) -> None:
     same_bits = {name: value for name, value in options.items() if name == "quantization"}
     before, after = fresh(old, **same_bits), fresh(new, **same_bits)
     assert before != after
@@ -108,7 +108,7 @@ def request(number: int, prompt: list[int], tokens: int = 24) -> EngineRequest:
 
 
 class Run:
-    """An engine that runs until something is so; collects what it generates."""
+    """Runs an engine until a condition holds, and collects its output."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -139,7 +139,7 @@ def generated(folder: Path, prompt: list[int], tokens: int) -> list[int]:
 
 
 @pytest.mark.parametrize("running", ["finish", "recompute"])
-def test_running_requests(old: Path, new: Path, running: WeightUpdateMode) -> None:
+def test_running_requests_finish_or_recompute_at_update(old: Path, new: Path, running: WeightUpdateMode) -> None:
     options = engine_options(
         model=str(old), **OPTIONS, max_num_seqs=2, enable_prefix_caching=True, preemption_mode="swap", swap_space=0.01
     )
@@ -151,29 +151,29 @@ def test_running_requests(old: Path, new: Path, running: WeightUpdateMode) -> No
             engine.add(request(number, prompt))
         while min([len(run.tokens.get(str(number), [])) for number in range(2)]) < 5:
             run.step()
-        swapped = engine.weights.commit(running)
-        while not swapped.done():
-            then = {name: list(tokens) for name, tokens in run.tokens.items()}
+        committed = engine.weights.commit(running)
+        while not committed.done():
+            before_update = {name: list(tokens) for name, tokens in run.tokens.items()}
             run.step()
-        assert engine.info.weights_version == swapped.result()
-        assert "2" not in then
+        assert engine.info.weights_version == committed.result()
+        assert "2" not in before_update
         tokens = run.finish()
         assert engine.scheduler.device_pool.num_free == engine.scheduler.device_pool.total
     assert tokens["2"] == generated(new, PROMPTS[2], 24)
     for number in range(2):
         before = generated(old, PROMPTS[number], 24)
         if running == "finish":
-            assert then[str(number)] == before == tokens[str(number)]
+            assert before_update[str(number)] == before == tokens[str(number)]
         else:
-            given = then[str(number)]
+            given = before_update[str(number)]
             assert given == before[: len(given)]
             assert tokens[str(number)] == given + generated(new, PROMPTS[number] + given, 24 - len(given))
 
 
 @pytest.mark.parametrize("method", ["draft_model", "mtp", "ngram"])
-def test_with_drafts_adapters_beams_and_several_sequences(method: str, tmp_path: Path) -> None:
-    """In the middle of all of them weights change: each ends, and those after it have the bits of a fresh engine."""
-    before = with_head(tmp_path / "before", knowing=True)
+def test_update_with_drafts_adapters_beams_and_several_sequences(method: str, tmp_path: Path) -> None:
+    """Requests that run during the update end; later requests have the bits of a fresh engine."""
+    before = with_head(tmp_path / "before", accurate=True)
     after = perturbed(before, tmp_path / "after")
     lora = adapter(before, tmp_path / "lora")
     speculative = {"method": method, "num_speculative_tokens": 3, "adaptive": False}
@@ -185,13 +185,13 @@ def test_with_drafts_adapters_beams_and_several_sequences(method: str, tmp_path:
     }
     sampled = SamplingParams(temperature=0.8, seed=3, n=3, max_tokens=20, ignore_eos=True)
     beams = SamplingParams(temperature=0, use_beam_search=True, n=2, max_tokens=12, ignore_eos=True)
-    asked = {"plain": GREEDY, "sampled": sampled, "beams": beams, "adapter": sampled}
+    requests = {"plain": GREEDY, "sampled": sampled, "beams": beams, "adapter": sampled}
 
     def ask(run: Run, prefix: str) -> None:
-        for number, (name, sampling) in enumerate(asked.items()):
+        for number, (name, sampling) in enumerate(requests.items()):
             used = "lora" if name == "adapter" else ""
-            one = EngineRequest(request_id=prefix + name, prompt=PROMPTS[number % 3], sampling=sampling, adapter=used)
-            run.engine.add(one)
+            new = EngineRequest(request_id=prefix + name, prompt=PROMPTS[number % 3], sampling=sampling, adapter=used)
+            run.engine.add(new)
 
     def load(engine: Engine) -> Run:
         engine.adapters.wait(engine.adapters.load("lora", str(lora)))
@@ -209,13 +209,13 @@ def test_with_drafts_adapters_beams_and_several_sequences(method: str, tmp_path:
         run.until(engine.weights.load(str(after)))
         run.until(engine.weights.commit("recompute"))
         run.finish()
-        assert {name for name, delta in run.ended.items() if not delta.failure} == {f"old {name}" for name in asked}
+        assert {name for name, delta in run.ended.items() if not delta.failure} == {f"old {name}" for name in requests}
         ask(run, "new ")
         assert {name: tokens for name, tokens in run.finish().items() if name in expected} == expected
         assert engine.scheduler.device_pool.num_free == engine.scheduler.device_pool.total
 
 
-def test_a_client_that_does_not_read_holds_no_change_up(old: Path, new: Path) -> None:
+def test_paused_request_does_not_delay_update(old: Path, new: Path) -> None:
     with closing(Engine(engine_options(model=str(old), **OPTIONS))) as engine:
         run = Run(engine)
         run.until(engine.weights.load(str(new)))
@@ -233,7 +233,7 @@ def test_a_client_that_does_not_read_holds_no_change_up(old: Path, new: Path) ->
     assert run.tokens["1"] == generated(new, PROMPTS[1], 24)
 
 
-BREAKS: dict[str, Any] = {
+DAMAGES: dict[str, Any] = {
     "no folder": lambda folder: shutil.rmtree(folder),
     "no file": lambda folder: (folder / "model.safetensors").unlink(),
     "truncated": lambda folder: os.truncate(folder / "model.safetensors", 100_000),
@@ -260,10 +260,10 @@ def reconfigure(folder: Path, **fields: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, TENSOR_PARALLEL], ids=str)
-def test_what_fails_changes_nothing(old: Path, new: Path, tmp_path: Path, options: Mapping[str, Any]) -> None:
+def test_failed_update_changes_nothing(old: Path, new: Path, tmp_path: Path, options: Mapping[str, Any]) -> None:
     with opened(old, enable_prefix_caching=True, **options) as llm:
         before, version = answers(llm), llm.engine.info.weights_version
-        for number, (kind, damage) in enumerate(BREAKS.items()):
+        for number, (kind, damage) in enumerate(DAMAGES.items()):
             shutil.copytree(new, folder := tmp_path / str(number))
             damage(folder)
             with pytest.raises(PenstockError) as caught:
@@ -278,7 +278,7 @@ def test_what_fails_changes_nothing(old: Path, new: Path, tmp_path: Path, option
         assert answers(llm) != before
 
 
-def test_memory_that_is_missing_is_told_first(old: Path, new: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_without_enough_memory_is_refused(old: Path, new: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(old) as llm:
         before = answers(llm)
         monkeypatch.setattr("penstock.engine.worker.model_swap.free_host_bytes", lambda: 2**20)
@@ -289,7 +289,7 @@ def test_memory_that_is_missing_is_told_first(old: Path, new: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("options", [{}, TENSOR_PARALLEL], ids=str)
-def test_sleep(old: Path, new: Path, options: Mapping[str, Any]) -> None:
+def test_outputs_are_the_same_after_sleep_and_wake_up(old: Path, new: Path, options: Mapping[str, Any]) -> None:
     after = fresh(new)
     with opened(old, enable_prefix_caching=True, **options) as llm:
         before = answers(llm)
@@ -306,7 +306,7 @@ def test_sleep(old: Path, new: Path, options: Mapping[str, Any]) -> None:
         assert llm.is_sleeping()
         llm.wake_up(["kv_cache"])
         assert answers(llm) == before
-        for _ in range(2):  # as trainers do: memory is the trainer's meanwhile
+        for _ in range(2):  # like trainers, which use the memory meanwhile
             llm.sleep(2)
             llm.update_weights(load_file(new / "model.safetensors"))
             assert llm.is_sleeping()
@@ -315,7 +315,7 @@ def test_sleep(old: Path, new: Path, options: Mapping[str, Any]) -> None:
         llm.sleep(2)
         with pytest.raises(PenstockError, match="came from update_weights"):
             llm.wake_up()
-        llm.wake_up(["weights"])  # which tensors are about to fill
+        llm.wake_up(["weights"])  # to be updated next
         llm.update_weights(old)
         llm.wake_up()
         assert answers(llm) == before
@@ -351,14 +351,12 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_nothing_leaks(old: Path, new: Path) -> None:
-    """Neither models nor descriptors."""
-
+def test_updates_leak_no_models_and_no_descriptors(old: Path, new: Path) -> None:
     def count_models() -> int:
         gc.unfreeze()
         gc.collect()
-        count = sum(type(one) is Decoder for one in gc.get_objects())
-        gc.freeze()  # as conftest.py does: other tests' collections would visit all that was imported
+        count = sum(type(each) is Decoder for each in gc.get_objects())
+        gc.freeze()  # as in conftest.py: collections in other tests do not visit imported objects
         return count
 
     others = count_models()  # of other tests
@@ -376,11 +374,10 @@ def test_nothing_leaks(old: Path, new: Path) -> None:
 
 
 def test_dropped_engine_is_freed_at_once(old: Path, new: Path) -> None:
-    """With its last reference, whatever it has done: no cycle of references keeps it, and its memory, until the next
-    garbage collection."""
+    """Whatever it has done, no cycle of references keeps it and its memory until the next garbage collection."""
 
     def count_models() -> int:
-        return sum(type(one) is Decoder for one in gc.get_objects())
+        return sum(type(each) is Decoder for each in gc.get_objects())
 
     gc.collect()
     others = count_models()  # of other tests

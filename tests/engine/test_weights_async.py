@@ -1,4 +1,4 @@
-"""Weights that change while an engine process serves, and sleep: every token is of the old weights or the new."""
+"""Weight updates and sleep while an engine process serves: every token is of the old or of the new weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 class Oracle:
-    """What a fresh engine generates with the weights of a folder."""
+    """Reference: tokens that a fresh engine generates with the weights of a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._llm = LLM(folder, **OPTIONS)
@@ -64,23 +64,23 @@ def run(coroutine: Coroutine[Any, Any, None]) -> None:
 
 
 class Stream:
-    """A request, whose tokens are collected as they come."""
+    """A request whose tokens are collected on arrival."""
 
     def __init__(self, llm: AsyncLLM, tokens: int, prompt: list[int] | None = None) -> None:
         self._outputs = llm.generate(prompt or PROMPT, greedy(tokens))
-        self._begun = asyncio.Event()
+        self._started = asyncio.Event()
         self.output: RequestOutput | None = None
         self.task = asyncio.ensure_future(self._read())
 
     async def _read(self) -> RequestOutput:
         async for output in self._outputs:
             self.output = output
-            self._begun.set()
+            self._started.set()
         assert self.output
         return self.output
 
-    async def begun(self) -> None:
-        await self._begun.wait()
+    async def started_generating(self) -> None:
+        await self._started.wait()
 
     async def tokens(self) -> list[int]:
         output = await self.task
@@ -88,13 +88,15 @@ class Stream:
         return output.outputs[0].token_ids
 
 
-def test_async(folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]) -> None:
+def test_requests_during_update_pause_and_sleep_get_expected_tokens(
+    folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]
+) -> None:
     old, new = oracles
 
     async def scenario() -> None:
         async with started(folders[0], enable_prefix_caching=True) as llm:
             running = Stream(llm, 300)
-            await running.begun()
+            await running.started_generating()
             updating = asyncio.ensure_future(llm.update_weights(folders[1], "finish"))
             assert await running.tokens() == old(PROMPT, 300)
             assert (await running.task).weights_versions == [old.version]
@@ -104,16 +106,16 @@ def test_async(folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]) -> No
             assert (await later.task).weights_versions == [new.version]
 
             running = Stream(llm, 300)
-            await running.begun()
-            await llm.pause_generation("keep")  # in its middle
+            await running.started_generating()
+            await llm.pause_generation("keep")  # in the middle of the request
             assert await llm.update_weights(folders[0], "recompute") == old.version
             await llm.resume_generation()
             tokens, output = await running.tokens(), await running.task
             assert output.weights_versions == [new.version, old.version]
             before = new(PROMPT, 300)
-            changed = next(i for i, (one, other) in enumerate(zip(tokens, before, strict=True)) if one != other)
+            changed = next(i for i, (token, other) in enumerate(zip(tokens, before, strict=True)) if token != other)
             candidates = range(changed, changed - 3, -1)  # the first tokens after the change may be the same
-            assert any(tokens[at:] == old(PROMPT + before[:at], 300 - at) for at in candidates)
+            assert any(tokens[i:] == old(PROMPT + before[:i], 300 - i) for i in candidates)
 
             broken = folders[0].parent / "broken"
             shutil.copytree(folders[1], broken)
@@ -121,7 +123,7 @@ def test_async(folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]) -> No
             tensors["model.norm.weight"][3] = float("nan")
             save_file(tensors, broken / "model.safetensors")
             running = Stream(llm, 200)
-            await running.begun()
+            await running.started_generating()
             with pytest.raises(PenstockError, match="not finite"):
                 await llm.update_weights(broken)
             assert await running.tokens() == old(PROMPT, 200)
@@ -136,7 +138,7 @@ def test_async(folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]) -> No
             assert await waiting.tokens() == old(PROMPT, 20)
 
             running = Stream(llm, 200)
-            await running.begun()
+            await running.started_generating()
             await llm.sleep(2, "keep")
             assert await llm.is_sleeping()
             with pytest.raises(PenstockError, match="sleeps"):
@@ -151,8 +153,9 @@ def test_async(folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]) -> No
 
 
 @pytest.mark.thorough
-def test_an_engine_that_is_killed(folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]) -> None:
-    """It comes back with the weights that were in use, asleep if it slept; with the model's where these are gone."""
+def test_killed_engine_restarts_with_updated_weights_and_sleep_state(
+    folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]
+) -> None:
     old, new = oracles
     copy = folders[0].parent / "copy"
     shutil.copytree(folders[1], copy)
@@ -167,7 +170,7 @@ def test_an_engine_that_is_killed(folders: tuple[Path, Path], oracles: tuple[Ora
         async with started(folders[0]) as llm:
             await llm.resume_generation()
             running = Stream(llm, 1500)
-            await running.begun()
+            await running.started_generating()
             updating = asyncio.ensure_future(llm.update_weights(copy, "finish"))
             await asyncio.sleep(0)
             with pytest.raises(PenstockError, match="weights are being loaded"):
@@ -175,7 +178,7 @@ def test_an_engine_that_is_killed(folders: tuple[Path, Path], oracles: tuple[Ora
             await kill(llm)
             with pytest.raises(PenstockError):
                 await updating
-            await llm.resume_generation()  # which an engine refuses that sleeps
+            await llm.resume_generation()  # a sleeping engine refuses this
             assert await Stream(llm, 20).tokens() == old(PROMPT, 20)
             await llm.update_weights(copy)
             await llm.sleep(1)
@@ -193,11 +196,13 @@ def test_an_engine_that_is_killed(folders: tuple[Path, Path], oracles: tuple[Ora
 
 
 @pytest.mark.thorough
-def test_replicas_change_together_or_not_at_all(folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]) -> None:
+def test_replicas_are_updated_together_or_not_at_all(
+    folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]
+) -> None:
     old, new = oracles
 
-    async def everywhere(llm: AsyncLLM, oracle: Oracle) -> None:
-        """Requests of both replicas have an oracle's answers."""
+    async def check_all_replicas(llm: AsyncLLM, oracle: Oracle) -> None:
+        """Check that requests of both replicas get the tokens and the weights version of an oracle."""
         prompts = [[number, *PROMPT] for number in range(12)]
         streams = [Stream(llm, 10, prompt) for prompt in prompts]
         assert [await stream.tokens() for stream in streams] == [oracle(prompt, 10) for prompt in prompts]
@@ -212,12 +217,12 @@ def test_replicas_change_together_or_not_at_all(folders: tuple[Path, Path], orac
                     await asyncio.sleep(0.01)
 
             assert await llm.update_weights(folders[1]) == new.version
-            await everywhere(llm, new)
+            await check_all_replicas(llm, new)
             os.kill(min(before := reports()), signal.SIGKILL)
             await replaced(before)
-            await everywhere(llm, new)
+            await check_all_replicas(llm, new)
             running = Stream(llm, 1500)
-            await running.begun()
+            await running.started_generating()
             updating = asyncio.ensure_future(llm.update_weights(folders[0]))
             os.kill(max(before := reports()), signal.SIGKILL)
             with suppress(PenstockError):
@@ -227,17 +232,17 @@ def test_replicas_change_together_or_not_at_all(folders: tuple[Path, Path], orac
                 await running.task
             states = llm.gateway.engine_pool.states
             assert len({state.weights_version for state in states}) == 1
-            await everywhere(llm, old if states[0].weights_version == old.version else new)
+            await check_all_replicas(llm, old if states[0].weights_version == old.version else new)
             await llm.sleep(2)
             assert all(state.asleep for state in llm.gateway.engine_pool.states)
             await llm.wake_up()
-            await everywhere(llm, old if states[0].weights_version == old.version else new)
+            await check_all_replicas(llm, old if states[0].weights_version == old.version else new)
 
     run(scenario())
 
 
 @pytest.mark.thorough
-def test_an_engine_whose_weights_are_gone_starts_with_the_models(
+def test_engine_restarts_with_weights_of_model_if_update_is_gone(
     folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]
 ) -> None:
     gone = folders[0].parent / "gone"

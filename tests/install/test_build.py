@@ -1,4 +1,4 @@
-"""What an installation makes of the kernels, with a compiler, without, and with one that fails; what packages hold."""
+"""Building the package with a compiler, without one, and with a broken one; and the commit in built packages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
-pytest.importorskip("scikit_build_core", reason="the build's own tools are not installed (make installs them)")
+pytest.importorskip("scikit_build_core", reason="the build tools are not installed (make installs them)")
 pytest.importorskip("nanobind")
 
 TOOLS = [name for name in ("cmake", "ninja") if shutil.which(name)]
@@ -21,7 +21,7 @@ TOOLS = [name for name in ("cmake", "ninja") if shutil.which(name)]
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
-    """What an sdist holds, of the package only its first file and the version."""
+    """The files of an sdist, with only ``__init__.py`` and ``version.py`` of the package."""
     folder = tmp_path / "penstock"
     shutil.copytree(ROOT / "csrc", folder / "csrc")
     for name in (".gitignore", "pyproject.toml", "CMakeLists.txt", "README.md", "LICENSE"):
@@ -35,7 +35,7 @@ def sources(tmp_path: Path) -> Path:
 
 
 def build(sources: Path, **environment: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """A wheel as pip builds it: what was printed, and the compiled files in it."""
+    """Build a wheel as pip does; return the finished process and the compiled files in the wheel."""
     out = sources.parent / "wheels"
     done = subprocess.run(
         [sys.executable, "-c", f"from build_backend import build_wheel; build_wheel({str(out)!r})"],
@@ -51,7 +51,7 @@ def build(sources: Path, **environment: str) -> tuple[subprocess.CompletedProces
     return done, [name for name in names if name.endswith(".so")]
 
 
-def test_without_any_compiler_there_are_no_kernels_and_the_build_says_so(sources: Path, tmp_path: Path) -> None:
+def test_build_without_compiler_has_no_kernels_and_prints_note(sources: Path, tmp_path: Path) -> None:
     tools = tmp_path / "bin"
     tools.mkdir()
     for name in TOOLS:
@@ -62,7 +62,7 @@ def test_without_any_compiler_there_are_no_kernels_and_the_build_says_so(sources
     assert "No C++ compiler was found" in done.stdout + done.stderr
 
 
-def test_a_compiler_that_fails_fails_the_installation(sources: Path) -> None:
+def test_build_with_broken_compiler_fails(sources: Path) -> None:
     done, compiled = build(sources, CXX=str(shutil.which("false")))
     assert done.returncode != 0
     assert not compiled
@@ -71,7 +71,7 @@ def test_a_compiler_that_fails_fails_the_installation(sources: Path) -> None:
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="there is no C++ compiler")
-def test_a_source_that_does_not_compile_fails_the_installation_with_the_compilers_words(sources: Path) -> None:
+def test_build_with_broken_source_fails_with_compiler_error(sources: Path) -> None:
     header = sources / "csrc" / "kernels.h"
     header.write_text("#error broken on purpose\n" + header.read_text())
     done, compiled = build(sources, PENSTOCK_SETS="portable", CMAKE_BUILD_PARALLEL_LEVEL="1")
@@ -80,7 +80,7 @@ def test_a_source_that_does_not_compile_fails_the_installation_with_the_compiler
     assert re.search(r"kernels\.h:1:\d+: error:.*broken on purpose", done.stdout + done.stderr)
 
 
-def test_kernels_can_be_left_out_and_unknown_sets_are_refused(sources: Path) -> None:
+def test_build_omits_kernels_on_request_and_refuses_unknown_sets(sources: Path) -> None:
     done, compiled = build(sources, PENSTOCK_SETS="none", CXX=str(shutil.which("false")))
     assert done.returncode == 0, done.stdout + done.stderr
     assert not compiled
@@ -89,12 +89,13 @@ def test_kernels_can_be_left_out_and_unknown_sets_are_refused(sources: Path) -> 
     assert "avx9000 is not an instruction set" in " ".join((done.stdout + done.stderr).split())
 
 
-def test_packages_of_a_checkout_name_its_commit(sources: Path, tmp_path: Path) -> None:
-    """Also a wheel of an sdist, which is no checkout; and none of this leaves a file in the checkout."""
+def test_packages_contain_commit_of_checkout(sources: Path, tmp_path: Path) -> None:
+    """Also a wheel built from an sdist. Building leaves no file in the checkout."""
 
-    def git(*words: str) -> str:
-        by = ["-c", "user.name=A", "-c", "user.email=a@example.com", "-c", "init.defaultBranch=main"]
-        return subprocess.run(["git", *by, *words], cwd=sources, check=True, capture_output=True, text=True).stdout
+    def git(*arguments: str) -> str:
+        config = ["-c", "user.name=A", "-c", "user.email=a@example.com", "-c", "init.defaultBranch=main"]
+        command = ["git", *config, *arguments]
+        return subprocess.run(command, cwd=sources, check=True, capture_output=True, text=True).stdout
 
     git("init"), git("add", "."), git("commit", "-m", "All")
     commit = git("rev-parse", "--short", "HEAD").strip()

@@ -1,4 +1,4 @@
-"""What ``pyproject.toml`` declares is what the package imports. What an installed wheel does: ``make test-install``."""
+"""``pyproject.toml`` declares exactly the dependencies that the package imports (see also ``make test-install``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 @cache
 def imported(path: Path) -> frozenset[str]:
-    """Top-level names of what a file imports, anywhere in it."""
+    """Top-level packages that a file imports anywhere."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -29,7 +29,7 @@ def imported(path: Path) -> frozenset[str]:
 
 
 def distribution(requirement: str) -> str:
-    """Its name as the index writes it."""
+    """Normalized name of a requirement's distribution."""
     found = re.match(r"[\w.-]+", requirement)
     assert found
     return re.sub(r"[-_.]+", "-", found[0]).lower()
@@ -39,7 +39,7 @@ def declared(requirements: list[str]) -> set[str]:
     return {distribution(requirement) for requirement in requirements}
 
 
-def test_everything_that_is_imported_is_declared() -> None:
+def test_imported_packages_are_declared() -> None:
     known = declared(PROJECT["dependencies"]).union(*map(declared, PROJECT["optional-dependencies"].values()))
     owners = packages_distributions()
     missing: dict[str, str] = {}
@@ -50,15 +50,15 @@ def test_everything_that_is_imported_is_declared() -> None:
     assert not missing
 
 
-def test_everything_that_is_declared_is_imported() -> None:
-    """``httptools`` is what uvicorn parses HTTP with."""
+def test_declared_dependencies_are_imported() -> None:
+    """``httptools`` is used by uvicorn."""
     owners = packages_distributions()
     names = {name for path in (ROOT / "src").rglob("*.py") for name in imported(path)}
     used = {distribution(owner) for name in names for owner in owners.get(name, ())} | {"httptools"}
     assert not declared(PROJECT["dependencies"]) - used
 
 
-def test_hints_name_the_distribution_and_its_extras() -> None:
+def test_install_hints_name_package_and_extras() -> None:
     extras = set(PROJECT["optional-dependencies"])
     pages = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("README*.md")]
     hints = [hint for page in pages for hint in re.findall(r"pip install '([\w-]+)\[(\w+)\]'", page.read_text())]
@@ -66,8 +66,8 @@ def test_hints_name_the_distribution_and_its_extras() -> None:
     assert {name for name, _ in hints} == {PROJECT["name"]}
 
 
-def test_what_a_server_s_processes_import() -> None:
-    """Whatever few models or options need is imported with them: it would take each start time and memory."""
+def test_api_process_does_not_import_heavy_packages() -> None:
+    """Packages that only some models or options need are imported on use, to save start time and memory."""
     code = "import sys, penstock.serve.process.api_server; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "numpy", "PIL", "av", "sqlalchemy", "transformers", "grpc"} & set(loaded)

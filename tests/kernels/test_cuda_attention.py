@@ -1,5 +1,5 @@
-"""Row-wise kernels, the KV cache and attention of the CUDA backend, in Triton's interpreter: against the reference ops,
-on random shapes, and bit by bit in any batch."""
+"""Elementwise, KV cache and attention kernels of the CUDA backend in Triton's interpreter: equal to the reference ops
+on random shapes, with the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from penstock.ops.cuda import elementwise, kv_cache
 from penstock.ops.cuda.launch import record_launches
 from penstock.ops.reference.kv_cache import quantize
 
-attention = import_module("penstock.ops.cuda.attention")  # whose name in the package is the op
+attention = import_module("penstock.ops.cuda.attention")  # the package attribute of this name is the op
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16)
 NAMES = {torch.float32: "float32", torch.float16: "float16"}
-KEPT = ("", "int8", "fp8")
+KV_QUANTIZATIONS = ("", "int8", "fp8")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 FEW = range(5)
 
@@ -41,82 +41,83 @@ def randn(rng: Random, *shape: int, dtype: torch.dtype = torch.float32) -> Tenso
     return torch.randn(shape, generator=torch.Generator().manual_seed(rng.getrandbits(31))).to(dtype)
 
 
-def close(got: Tensor, expected: Tensor) -> None:
+def assert_close(got: Tensor, expected: Tensor) -> None:
     assert got.shape == expected.shape
     assert got.dtype == expected.dtype
     torch.testing.assert_close(got, expected, atol=TOLERANCE[got.dtype], rtol=TOLERANCE[got.dtype])
 
 
 @pytest.mark.parametrize("seed", FEW)
-def test_rows(seed: int) -> None:
-    """Norms, residuals, rotary embedding and gates; of rows that lie apart, and the same bits alone."""
+def test_elementwise_ops_match_reference(seed: int) -> None:
+    """Norms, residuals, RoPE and gated activations, also of strided rows, with the same bits alone."""
     rng = Random(seed)
     dtype, rows, size, heads = rng.choice(DTYPES), rng.randint(1, 5), rng.randint(1, 300), rng.randint(1, 10)
     weight = randn(rng, size, dtype=dtype)
     x, residual = (randn(rng, rows, size + 3, dtype=dtype)[:, 2:-1] for _ in range(2))
-    apart = randn(rng, rows, heads * size + 7, dtype=dtype)[:, 3 : 3 + heads * size].view(rows, heads, size)
-    for given in (x, apart):
-        got = elementwise.rms_norm(given, weight, 1e-6)
-        close(got, reference.rms_norm(given, weight, 1e-6))
-        assert torch.equal(got[-1:], elementwise.rms_norm(given[-1:], weight, 1e-6))
+    strided = randn(rng, rows, heads * size + 7, dtype=dtype)[:, 3 : 3 + heads * size].view(rows, heads, size)
+    for inputs in (x, strided):
+        got = elementwise.rms_norm(inputs, weight, 1e-6)
+        assert_close(got, reference.rms_norm(inputs, weight, 1e-6))
+        assert torch.equal(got[-1:], elementwise.rms_norm(inputs[-1:], weight, 1e-6))
     residual = residual.contiguous()
     expected = reference.add_rms_norm(x, residual, weight, 1e-6)
     for ours, theirs in zip(elementwise.add_rms_norm(x, residual.clone(), weight, 1e-6), expected, strict=True):
-        close(ours, theirs)
-    close(elementwise.add_residual(x, residual.clone()), expected[1])
+        assert_close(ours, theirs)
+    assert_close(elementwise.add_residual(x, residual.clone()), expected[1])
 
     half = rng.randint(1, 70)
     positions, table = torch.randint(50, (rows,)), randn(rng, 50, 2 * half)
-    heads_apart = randn(rng, rows, heads * 2 * half + 5, dtype=dtype)[:, : heads * 2 * half].view(rows, heads, 2 * half)
-    close(elementwise.rope(heads_apart, positions, table), reference.rope(heads_apart, positions, table))
+    q = randn(rng, rows, heads * 2 * half + 5, dtype=dtype)[:, : heads * 2 * half].view(rows, heads, 2 * half)
+    assert_close(elementwise.rope(q, positions, table), reference.rope(q, positions, table))
     gate_up, whole = randn(rng, rows, 2 * size, dtype=dtype) * 4, torch.ones(rows, size + 9, dtype=dtype)
     out = whole[:, 4 : 4 + size]
     assert elementwise.activation_and_mul(gate_up, "silu", out) is out
-    close(out, reference.activation_and_mul(gate_up, "silu"))
+    assert_close(out, reference.activation_and_mul(gate_up, "silu"))
     assert whole[:, :4].eq(1).all() and whole[:, 4 + size :].eq(1).all()
     chosen = torch.randint(rows, (7,))
-    assert torch.equal(elementwise.index_select(apart, chosen), apart[chosen])
+    assert torch.equal(elementwise.index_select(strided, chosen), strided[chosen])
     assert torch.equal(elementwise.clone(x), x)
 
 
 @pytest.mark.parametrize("seed", FEW)
-def test_rows_of_other_families(seed: int) -> None:
-    """Norms whose weights are float32, layer norms, GELU, factors, and rotary positions of neighbours or of part of a
-    head."""
+def test_elementwise_ops_of_other_families_match_reference(seed: int) -> None:
+    """Norms with float32 weights, layer norms, GELU, scale, and interleaved or partial RoPE."""
     rng = Random(seed)
     dtype, rows, size, heads = rng.choice(DTYPES), rng.randint(1, 5), rng.randint(1, 300), rng.randint(1, 10)
-    weight, bias, own = randn(rng, size), randn(rng, size), randn(rng, heads, size)
+    weight, bias, per_head = randn(rng, size), randn(rng, size), randn(rng, heads, size)
     x, residual = (randn(rng, rows, size + 3, dtype=dtype)[:, 2:-1] for _ in range(2))
-    apart = randn(rng, rows, heads * size + 7, dtype=dtype)[:, 3 : 3 + heads * size].view(rows, heads, size)
-    close(elementwise.rms_norm(apart, weight, 1e-6), reference.rms_norm(apart, weight, 1e-6))
+    strided = randn(rng, rows, heads * size + 7, dtype=dtype)[:, 3 : 3 + heads * size].view(rows, heads, size)
+    assert_close(elementwise.rms_norm(strided, weight, 1e-6), reference.rms_norm(strided, weight, 1e-6))
     residual = residual.contiguous()
     expected = reference.add_rms_norm(x, residual, weight, 1e-6)
     for ours, theirs in zip(elementwise.add_rms_norm(x, residual.clone(), weight, 1e-6), expected, strict=True):
-        close(ours, theirs)
-    close(elementwise.layer_norm(x, weight, bias, 1e-5), reference.layer_norm(x, weight, bias, 1e-5))
-    close(elementwise.layer_norm(apart, own, None, 1e-5), reference.layer_norm(apart, own, None, 1e-5))
+        assert_close(ours, theirs)
+    assert_close(elementwise.layer_norm(x, weight, bias, 1e-5), reference.layer_norm(x, weight, bias, 1e-5))
+    got = elementwise.layer_norm(strided, per_head, None, 1e-5)
+    assert_close(got, reference.layer_norm(strided, per_head, None, 1e-5))
     gate_up = randn(rng, rows, 2 * size, dtype=dtype) * 4
     for function in ACTIVATIONS:
-        close(elementwise.activation(x, function), reference.activation(x, function))
+        assert_close(elementwise.activation(x, function), reference.activation(x, function))
     for function in (*ACTIVATIONS, *GATES):
-        close(elementwise.activation_and_mul(gate_up, function), reference.activation_and_mul(gate_up, function))
+        assert_close(elementwise.activation_and_mul(gate_up, function), reference.activation_and_mul(gate_up, function))
     for factor, cap in ((0.3, 0.0), (2.0, 5.0), (1.0, 30.0)):
-        close(elementwise.scale(x, factor, cap), reference.scale(x, factor, cap))
+        assert_close(elementwise.scale(x, factor, cap), reference.scale(x, factor, cap))
     dim = rng.choice((16, 80, 128))
     rotary, interleaved = rng.choice((0, dim // 2, dim)), rng.random() < 0.5
     positions, table = torch.randint(50, (rows,)), randn(rng, 50, rotary)
-    given = randn(rng, rows, heads * dim + 5, dtype=dtype)[:, : heads * dim].view(rows, heads, dim)
-    close(elementwise.rope(given, positions, table, interleaved), reference.rope(given, positions, table, interleaved))
+    q = randn(rng, rows, heads * dim + 5, dtype=dtype)[:, : heads * dim].view(rows, heads, dim)
+    got = elementwise.rope(q, positions, table, interleaved)
+    assert_close(got, reference.rope(q, positions, table, interleaved))
 
 
 @pytest.mark.parametrize("seed", FEW)
-@pytest.mark.parametrize("kept", KEPT)
-def test_rope_and_store(kept: str, seed: int) -> None:
-    """One kernel stores and returns what the separate ones do, to the bit, and nearly what the reference does. Padding
-    writes nothing."""
+@pytest.mark.parametrize("quantization", KV_QUANTIZATIONS)
+def test_rope_and_store_equals_separate_kernels(quantization: str, seed: int) -> None:
+    """The fused kernel stores and returns the same bits as separate kernels, and nearly the values of the reference.
+    Padding writes nothing."""
     rng = Random(seed)
     dtype, heads, group, dim = rng.choice(DTYPES), rng.randint(1, 3), rng.randint(1, 5), rng.choice((16, 32, 80, 128))
-    spec, blocks, tokens = KVSpec(heads, dim, NAMES[dtype], 16 * rng.randint(1, 5), kept), 3, rng.randint(1, 6)
+    spec, blocks, tokens = KVSpec(heads, dim, NAMES[dtype], 16 * rng.randint(1, 5), quantization), 3, rng.randint(1, 6)
     qkv = randn(rng, tokens, (group + 2) * heads * dim + 16, dtype=dtype)[:, 16:]
     q, k, v = (part.unflatten(-1, (-1, dim)) for part in qkv.split([n * heads * dim for n in (group, 1, 1)], -1))
     k[rng.randrange(tokens)] = 0
@@ -126,78 +127,80 @@ def test_rope_and_store(kept: str, seed: int) -> None:
     if padding:
         slots[-1] = positions[-1] = -1
     norms = QKNorms(randn(rng, dim, dtype=dtype), randn(rng, dim, dtype=dtype), 1e-5) if rng.random() < 0.7 else None
-    together, apart = (kv_cache.new_kv_cache([KVSpec(1, 48, "float32"), spec], blocks, CPU)[1] for _ in range(2))
+    fused, separate = (kv_cache.new_kv_cache([KVSpec(1, 48, "float32"), spec], blocks, CPU)[1] for _ in range(2))
     garbage = rng.randrange(256)
-    for cache in (together, apart):
+    for cache in (fused, separate):
         cache.pool.fill_(garbage)
-    got = kv_cache.rope_and_store(q, k, v, positions, table, together, slots, norms)
-    own = slice(0, tokens - padding)
-    q, k, v, slots, positions = (given[own] for given in (q, k, v, slots, positions))
+    got = kv_cache.rope_and_store(q, k, v, positions, table, fused, slots, norms)
+    valid = slice(0, tokens - padding)
+    q, k, v, slots, positions = (each[valid] for each in (q, k, v, slots, positions))
     if norms:
         q, k = (elementwise.rms_norm(x, w, norms.eps) for x, w in ((q, norms.q_weight), (k, norms.k_weight)))
     q, k = (elementwise.rope(x, positions, table) for x in (q, k))
-    kv_cache.store_kv(apart, k, v, slots)
-    assert torch.equal(got[own], q)
-    assert torch.equal(together.pool, apart.pool)
+    kv_cache.store_kv(separate, k, v, slots)
+    assert torch.equal(got[valid], q)
+    assert torch.equal(fused.pool, separate.pool)
     written = torch.zeros(blocks * spec.block_size, dtype=torch.bool)
     written[slots] = True
-    unwritten = together.values.transpose(1, 3).flatten(0, 1)[~written].contiguous().view(torch.uint8)
+    unwritten = fused.values.transpose(1, 3).flatten(0, 1)[~written].contiguous().view(torch.uint8)
     assert unwritten.eq(garbage).all()
 
     theirs = reference.new_kv_cache([spec], blocks, CPU)[0]
     reference.store_kv(theirs, k, v, slots)
-    stored = together.values.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, slots]
+    stored = fused.values.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, slots]
     expected = theirs.flatten(1, 2)[:, slots]
-    if together.scales is None:
+    if fused.scales is None:
         assert torch.equal(stored, expected)
         return
     numbers, scales = expected.view(torch.int8).split([dim, 4], -1)
     assert torch.equal(
-        together.scales.permute(1, 0, 3, 2).flatten(1, 2)[:, slots, :, None], scales.contiguous().view(torch.float32)
+        fused.scales.permute(1, 0, 3, 2).flatten(1, 2)[:, slots, :, None], scales.contiguous().view(torch.float32)
     )
     different = stored.view(torch.int8) != numbers
-    if kept == "fp8":  # the interpreter loses the carry of a mantissa that is rounded up to a power of two
+    if quantization == "fp8":  # the interpreter loses the carry when a mantissa is rounded up to a power of two
         assert different.float().mean() < 0.1
     else:
         assert not different.any()
 
 
 class Sequences:
-    """Sequences of random keys and values of one shape."""
+    """Sequences with random keys and values."""
 
     def __init__(self, rng: Random, dtype: torch.dtype, heads: int, dim: int, lengths: list[int]) -> None:
         self.rng, self.dtype, self.heads, self.dim = rng, dtype, heads, dim
         self.kv = [[randn(rng, length, heads, dim, dtype=dtype) for _ in "kv"] for length in lengths]
 
-    def cache(self, module: Any, kept: str, block_size: int, chosen: list[int], garbage: int) -> tuple[Any, Tensor]:
-        """A cache with the chosen sequences, and their block tables. What is in no sequence is garbage."""
+    def cache(
+        self, module: Any, quantization: str, block_size: int, chosen: list[int], garbage: int
+    ) -> tuple[Any, Tensor]:
+        """A cache with the chosen sequences and garbage bytes in unused slots, and the block tables."""
         needed = [-(-len(self.kv[i][0]) // block_size) for i in chosen]
         free = self.rng.sample(range(1, sum(needed) + 3), sum(needed))
         tables = torch.zeros((len(chosen), max(needed) + self.rng.randint(0, 2)), dtype=torch.int32)
-        spec = KVSpec(self.heads, self.dim, NAMES[self.dtype], block_size, kept)
-        made = module.new_kv_cache([spec], sum(needed) + 3, CPU)[0]
+        spec = KVSpec(self.heads, self.dim, NAMES[self.dtype], block_size, quantization)
+        cache = module.new_kv_cache([spec], sum(needed) + 3, CPU)[0]
         if module is kv_cache:
-            made.pool.fill_(garbage)
+            cache.pool.fill_(garbage)
         for i, (number, blocks) in enumerate(zip(chosen, needed, strict=True)):
             tables[i, :blocks] = torch.tensor([free.pop() for _ in range(blocks)])
             at = torch.arange(len(self.kv[number][0]))
             slots = tables[i].long()[at // block_size] * block_size + at % block_size
-            self.store(module, made, kept, *self.kv[number], slots)
-        return made, tables
+            self.store(module, cache, quantization, *self.kv[number], slots)
+        return cache, tables
 
     @staticmethod
-    def store(module: Any, made: Any, kept: str, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    def store(module: Any, cache: Any, quantization: str, k: Tensor, v: Tensor, slots: Tensor) -> None:
         if module is reference:
-            return module.store_kv(made, k, v, slots)
-        # With the reference's bytes: the interpreter takes a program for each vector, and rounds to fp8 wrongly.
-        blocks, offsets = slots // made.spec.block_size, slots % made.spec.block_size
-        for part, given in enumerate((k, v)):
-            if not kept:
-                made.values[blocks, part, :, offsets] = given
+            return module.store_kv(cache, k, v, slots)
+        # Quantize as the reference does: the interpreter runs one program per vector, and rounds to fp8 wrongly.
+        blocks, offsets = slots // cache.spec.block_size, slots % cache.spec.block_size
+        for part, vectors in enumerate((k, v)):
+            if not quantization:
+                cache.values[blocks, part, :, offsets] = vectors
                 continue
-            numbers, scales = quantize(given, made.values.dtype).split([given.shape[-1], 4], -1)
-            made.values.view(torch.int8)[blocks, part, :, offsets] = numbers
-            made.scales[blocks, part, :, offsets] = scales.contiguous().view(torch.float32)[..., 0]
+            numbers, scales = quantize(vectors, cache.values.dtype).split([vectors.shape[-1], 4], -1)
+            cache.values.view(torch.int8)[blocks, part, :, offsets] = numbers
+            cache.scales[blocks, part, :, offsets] = scales.contiguous().view(torch.float32)[..., 0]
         return None
 
 
@@ -212,12 +215,12 @@ def metadata_of(counts: list[int], lengths: list[int], tables: Tensor, padding: 
 
 
 def exact(a: Any, b: Any, dtype: Any, matmul: Any = np.matmul) -> Any:
-    """A matrix product for the interpreter, whose own sums a row in an order that depends on the row's number."""
+    """Matrix product for the interpreter in float64: NumPy's order of summation depends on the row number."""
     return matmul(a.astype(np.float64), b.astype(np.float64)).astype(dtype)
 
 
-def cut(monkeypatch: pytest.MonkeyPatch, rng: Random) -> None:
-    """Another number of programs, and of items for each."""
+def draw_split(monkeypatch: pytest.MonkeyPatch, rng: Random) -> None:
+    """Set random numbers of programs and of work items per program."""
     count = rng.choice((1, 2, 3))
     monkeypatch.setattr(attention, "sm_count", lambda device: count)
     monkeypatch.setattr(attention, "ITEMS", rng.choice((1, 4, 1000)))
@@ -225,9 +228,9 @@ def cut(monkeypatch: pytest.MonkeyPatch, rng: Random) -> None:
 
 
 @pytest.mark.parametrize("seed", [*range(6), *(pytest.param(i, marks=pytest.mark.thorough) for i in range(6, 10))])
-def test_attention(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_matches_reference(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = Random(seed)
-    cut(monkeypatch, rng)
+    draw_split(monkeypatch, rng)
     dtype, heads, group, dim = (
         rng.choice(DTYPES),
         rng.randint(1, 2),
@@ -236,12 +239,16 @@ def test_attention(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     lengths = [rng.choice((rng.randint(1, 100), rng.randint(200, 600))) for _ in range(rng.randint(1, 2))]
     counts = [rng.choice((1, min(rng.randint(1, 12), length))) for length in lengths]
-    kept, block_size, window = rng.choice(KEPT), 16 * rng.randint(1, 8), rng.choice((0, 0, 1, 7, 40, 300))
+    quantization, block_size, window = (
+        rng.choice(KV_QUANTIZATIONS),
+        16 * rng.randint(1, 8),
+        rng.choice((0, 0, 1, 7, 40, 300)),
+    )
     sequences, chosen = Sequences(rng, dtype, heads, dim, lengths), list(range(len(lengths)))
     state = rng.getstate()
-    ours, tables = sequences.cache(kv_cache, kept, block_size, chosen, 255)
+    ours, tables = sequences.cache(kv_cache, quantization, block_size, chosen, 255)
     rng.setstate(state)
-    theirs, same = sequences.cache(reference, kept, block_size, chosen, 0)
+    theirs, same = sequences.cache(reference, quantization, block_size, chosen, 0)
     assert torch.equal(tables, same)
     q, metadata = randn(rng, sum(counts), heads * group, dim, dtype=dtype), metadata_of(counts, lengths, tables)
     sinks = rng.choice((None, randn(rng, heads * group) * rng.choice((1, 100))))
@@ -252,11 +259,11 @@ def test_attention(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     }
     options["chunked"] = options["causal"] and rng.random() < 0.4
     got = attention.attention(q, ours, metadata, AttentionOptions(dim**-0.5, window, **options))
-    close(got, reference.attention(q, theirs, metadata, AttentionOptions(dim**-0.5, window, **options)))
+    assert_close(got, reference.attention(q, theirs, metadata, AttentionOptions(dim**-0.5, window, **options)))
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kept"),
+    ("dtype", "quantization"),
     [
         (torch.float32, ""),
         pytest.param(torch.float16, "", marks=pytest.mark.thorough),
@@ -265,11 +272,13 @@ def test_attention(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:overflow")
-def test_results_do_not_depend_on_the_batch(dtype: torch.dtype, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each query, bit by bit: with the queries before it or alone, among other sequences and padding, with its sequence
-    split or walked by one program, at any block size, whatever lies in unused slots."""
+def test_attention_does_not_depend_on_batch(
+    dtype: torch.dtype, quantization: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each query has the same bits with the queries before it or alone, with other sequences and padding, with its
+    sequence split over programs or not, for any block size, and for any bytes in unused slots."""
     monkeypatch.setattr(np, "matmul", exact)
-    rng = Random(f"{dtype} {kept}")
+    rng = Random(f"{dtype} {quantization}")
     heads, group, dim, lengths = 1, 3, 16, [900, 300, 64, 5]
     sequences, queries = Sequences(rng, dtype, heads, dim, lengths), 24
     first = lengths[0] - queries
@@ -277,21 +286,23 @@ def test_results_do_not_depend_on_the_batch(dtype: torch.dtype, kept: str, monke
     for window, causal, chunked in ((0, True, False), (270, True, False), (130, False, False), (270, True, True)):
         known: Tensor | None = None
         for _ in range(3):
-            cut(monkeypatch, rng)
+            draw_split(monkeypatch, rng)
             chosen = [0, *rng.sample(range(1, len(lengths)), rng.randint(0, 3))]
             rng.shuffle(chosen)
-            cache, tables = sequences.cache(kv_cache, kept, 16 * rng.randint(1, 8), chosen, rng.choice((0, 126, 255)))
+            cache, tables = sequences.cache(
+                kv_cache, quantization, 16 * rng.randint(1, 8), chosen, rng.choice((0, 126, 255))
+            )
             begin = rng.choice((0, rng.randrange(queries), queries - 1)) if known is not None else 0
             end = rng.choice((queries, rng.randint(begin + 1, queries))) if known is not None and causal else queries
             counts = [end - begin if i == 0 else rng.choice((1, min(9, lengths[i]))) for i in chosen]
             totals = [first + end if i == 0 else lengths[i] for i in chosen]
-            given = [
+            queries_of = [
                 q[begin:end] if i == 0 else randn(rng, count, heads * group, dim, dtype=dtype)
                 for i, count in zip(chosen, counts, strict=True)
             ]
             metadata = metadata_of(counts, totals, tables, rng.choice((0, 3)))
             out = attention.attention(
-                torch.cat(given), cache, metadata, AttentionOptions(0.2, window, causal=causal, chunked=chunked)
+                torch.cat(queries_of), cache, metadata, AttentionOptions(0.2, window, causal=causal, chunked=chunked)
             )
             got = out.split(counts)[chosen.index(0)]
             if known is None:
@@ -300,7 +311,7 @@ def test_results_do_not_depend_on_the_batch(dtype: torch.dtype, kept: str, monke
         assert known is not None
 
 
-def test_a_sum_in_another_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_summation_order_changes_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = Random(0)
     sequences = Sequences(rng, torch.float32, 1, 16, [300])
     cache, tables = sequences.cache(kv_cache, "", 16, [0], 0)
@@ -309,11 +320,11 @@ def test_a_sum_in_another_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
     before = attention.attention(q, cache, metadata_of([1], [300], tables), AttentionOptions(0.2))
     monkeypatch.setattr(attention, "SPLIT", 128)
     after = attention.attention(q, cache, metadata_of([1], [300], tables), AttentionOptions(0.2))
-    close(after, before)
+    assert_close(after, before)
     assert not torch.equal(after, before)
 
 
-def test_layers_share_the_plan() -> None:
+def test_layers_share_attention_plan() -> None:
     rng = Random(0)
     sequences = Sequences(rng, torch.float32, 1, 16, [40])
     cache, tables = sequences.cache(kv_cache, "", 16, [0], 0)
@@ -321,28 +332,29 @@ def test_layers_share_the_plan() -> None:
     out = whole[:, 4:36]
     assert attention.attention(q, cache, metadata, AttentionOptions(0.2), out) is out
     assert whole[:, :4].eq(1).all() and whole[:, 36:].eq(1).all()
-    metadata.seq_lens.fill_(10**6)  # which the plan has seen already
+    metadata.seq_lens.fill_(10**6)  # the plan was made before
     [plan] = metadata.plan.values()
-    kept = plan.tensor.clone()
+    before = plan.tensor.clone()
     metadata.seq_lens.fill_(40)
     assert torch.equal(attention.attention(q, cache, metadata, AttentionOptions(0.2)), out)
-    assert torch.equal(plan.tensor, kept) and len(metadata.plan) == 1
+    assert torch.equal(plan.tensor, before) and len(metadata.plan) == 1
     attention.attention(q, cache, metadata, AttentionOptions(0.2, 8))
     assert len(metadata.plan) == 2
 
 
 @pytest.mark.parametrize("seed", FEW)
-def test_kv_caches_are_exchanged(seed: int) -> None:
-    """The bytes in a transfer buffer are those of the reference, which reads the same back; blocks are copied whole."""
+def test_kv_cache_export_and_import_match_reference(seed: int) -> None:
+    """The bytes in a transfer buffer are those of the reference, imported values are exported again unchanged, and
+    blocks are copied completely."""
     rng = Random(seed)
-    dtype, kept, slot_tokens, heads = (
+    dtype, quantization, slot_tokens, heads = (
         rng.choice(DTYPES),
         rng.choice(("", "int8")),
         rng.choice((16, 48)),
         rng.randint(1, 3),
     )
     dim, block_size, blocks, tokens = rng.choice((16, 80, 128)), 16 * rng.randint(1, 8), 4, rng.randint(1, 8)
-    spec, other = KVSpec(heads, dim, NAMES[dtype], block_size, kept), KVSpec(3, 32, "float16", block_size)
+    spec, other = KVSpec(heads, dim, NAMES[dtype], block_size, quantization), KVSpec(3, 32, "float16", block_size)
     layout = transfer_layouts([other, replace(spec, kv_heads=heads + 2), other], slot_tokens)[1]
     layout = replace(layout, first_head=rng.randint(0, 2))
     caches = kv_cache.new_kv_cache([other, spec], blocks, CPU)
@@ -378,22 +390,22 @@ def test_kv_caches_are_exchanged(seed: int) -> None:
     assert torch.equal(again[1].values[[2, 3, 0]].view(torch.int8), ours.values[[0, 1, 3]].view(torch.int8))
 
 
-def test_a_gpu_is_given_no_memory_that_it_cannot_read() -> None:
-    """Of all tensors of a transfer only the page-locked buffer is in host memory; devices here are ``meta``."""
+def test_export_uses_only_the_transfer_buffer_in_host_memory() -> None:
+    """Only the page-locked transfer buffer is in host memory, where a GPU can read it; ``meta`` stands for the GPU."""
     spec = KVSpec(2, 64, "bfloat16", 16)
     cache, layout = kv_cache.new_kv_cache([spec], 2, torch.device("meta"))[0], transfer_layouts([spec], 16)[0]
     buffer, slots = torch.zeros(layout.slot_bytes, dtype=torch.uint8), torch.arange(3)
     with record_launches() as launches:
         kv_cache.export_kv(cache, slots.to("meta"), buffer, slots, layout)
-    (given,) = [[each for each in launch.args if isinstance(each, torch.Tensor)] for launch in launches]
-    assert [each.device.type for each in given] == ["meta", "meta", "cpu", "meta"]
+    (tensors,) = [[each for each in launch.args if isinstance(each, torch.Tensor)] for launch in launches]
+    assert [each.device.type for each in tensors] == ["meta", "meta", "cpu", "meta"]
 
 
-def test_what_the_kernels_cannot_do_is_refused() -> None:
-    for spec, words in (
+def test_unsupported_kv_cache_shapes_are_refused() -> None:
+    for spec, message in (
         (KVSpec(1, 64, "float16", 20), "multiple of 16"),
         (KVSpec(1, 72, "float16", 16), "head_dim 72"),
         (KVSpec(1, 592, "float16", 16, latent=528), "latent sizes up to 512"),
     ):
-        with pytest.raises(PenstockError, match=words):
+        with pytest.raises(PenstockError, match=message):
             kv_cache.new_kv_cache([spec], 1, CPU)

@@ -1,4 +1,4 @@
-"""Every kernel of the CUDA backend, compiled for GPUs that are not here by ``compile_kernels.py``."""
+"""Every kernel of the CUDA backend compiles for all supported GPUs (``compile_kernels.py``), without a GPU."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ import pytest
 import repository
 from repository import SUPPORT
 
-if not find_spec("triton"):  # which is not imported here: other files' tests would find no interpreter
+if not find_spec("triton"):  # not imported here: other test files need it with TRITON_INTERPRET
     pytest.skip("triton is not installed", allow_module_level=True)
 
 SCRIPT = SUPPORT / "compile_kernels.py"
 CACHE = repository.BUILD / "triton"
-"""Kernels that have not changed are not compiled again."""
+"""Triton's cache, so that unchanged kernels are not compiled again."""
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-"""Bytes of shared memory that a program may have, by target: in NVIDIA's tuning guides."""
+"""Maximum shared memory of a program, bytes, by target (NVIDIA's tuning guides)."""
 TENSOR_MEMORY = 512
-"""Columns of a multiprocessor: programs for which it is too small are compiled to a trap."""
+"""Columns of tensor memory of a multiprocessor. Programs that need more are compiled to a trap."""
 FP8 = "fp8"
 MULTIPLY = ("product", "product_int4", "product_fp8_blocks", "attention", "shrink", "expand")
 MULTIPLY += ("latent_attention", "linear_by_head")
 """Kernels with matrix instructions."""
 
 
-def compiled(*options: str) -> tuple[list[dict[str, Any]], dict[str, list[str]]]:
+def compile_kernels(*options: str) -> tuple[list[dict[str, Any]], dict[str, list[str]]]:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, env=env, text=True)
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    return said["kernels"], said["skipped"]
+    document = json.loads(done.stdout)
+    return document["kernels"], document["skipped"]
 
 
-def assert_sound(kernels: list[dict[str, Any]], skipped: dict[str, list[str]]) -> None:
+def check_kernels(kernels: list[dict[str, Any]], skipped: dict[str, list[str]]) -> None:
     assert kernels
     variants: dict[tuple[str, int], set[str]] = defaultdict(set)
     for kernel in kernels:
@@ -52,17 +52,16 @@ def assert_sound(kernels: list[dict[str, Any]], skipped: dict[str, list[str]]) -
                 variants[product, kernel["target"]].add(" ".join(kernel["mma"]))
     for product, kinds in variants.items():
         assert len(kinds) == 1, f"{product}: the bits of a row may depend on the number of tokens: {kinds}"
-    assert set(skipped) <= {"80"}, "only fp8 may be missing, where there is none"
+    assert set(skipped) <= {"80"}, "only fp8 may be missing, on GPUs without it"
     assert all(FP8 in label for labels in skipped.values() for label in labels)
 
 
-def test_kernels_compile() -> None:
-    """Those of all ops, and products with all tiles, for the GPUs that penstock is for: with no registers spilled and
-    shared memory that they have; and the tiles for different numbers of tokens multiply with the same kind of
-    instructions."""
-    assert_sound(*compiled("--cache", str(CACHE)))
+def test_kernels_compile_without_spills() -> None:
+    """Kernels of all ops, and products with all tiles: no spilled registers, shared memory within the limits, and the
+    same kind of matrix instruction in the tiles for different numbers of tokens."""
+    check_kernels(*compile_kernels("--cache", str(CACHE)))
 
 
 @pytest.mark.thorough
-def test_all_variants_compile() -> None:
-    assert_sound(*compiled("--whole"))
+def test_all_kernel_variants_compile_without_spills() -> None:
+    check_kernels(*compile_kernels("--whole"))

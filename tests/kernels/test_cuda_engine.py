@@ -1,5 +1,5 @@
-"""The CUDA backend end to end: a small model in Triton's interpreter, on the CPU. Its tokens are the reference's, and a
-request gives the same bits whatever it shares the engine with, and however many steps are in flight."""
+"""The CUDA backend end to end, with a small model in Triton's interpreter on the CPU: tokens equal those of the
+reference backend, and results do not depend on other requests or on the number of steps in flight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import interpreted  # noqa: F401 - before the kernels are
+import interpreted  # noqa: F401 - must precede the kernels
 import msgspec
 import pytest
 import torch
@@ -46,13 +46,13 @@ MORE_KINDS = [
     "float16 wint4-g32 auto",
     "float16 fp8 fp8",
 ]
-"""What is computed in, and what weights and the cache are rounded to."""
+"""Dtype, weight quantization and KV cache dtype."""
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}'
 
 
 @pytest.fixture(autouse=True)
 def batch_invariant() -> Iterator[None]:
-    """As other tests of this process expect the backend to be."""
+    """Restore the mode that other tests expect."""
     yield
     cuda.set_batch_invariant(True)
 
@@ -65,15 +65,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(checkpoint: Path, kind: str, **options: Any) -> Engine:
-    dtype, quantization, kept = kind.split()
-    fixed = {"model": str(checkpoint), "dtype": dtype, "quantization": quantization, "kv_cache_dtype": kept}
+    dtype, quantization, kv_cache_dtype = kind.split()
+    fixed = {"model": str(checkpoint), "dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
     fixed |= {"device": "cpu", "ops": "cuda", "cudagraph_capture_sizes": (4,), "block_size": 16}
     fixed |= {"max_model_len": 320, "weight_cache_dir": "none", "num_gpu_blocks_override": 100}
     return Engine(EngineOptions(**fixed | options))
 
 
 def draw_requests(rng: Random, long: int) -> list[EngineRequest]:
-    """Few and short ones, since the interpreter is slow; one of ``long`` tokens."""
+    """Few and short requests, since the interpreter is slow; the last prompt has ``long`` random tokens."""
     return [
         EngineRequest(
             request_id=str(number),
@@ -100,37 +100,37 @@ SCHEDULES: list[dict[str, Any]] = [
     {"max_num_batched_tokens": 24, "num_gpu_blocks_override": 0, "preemption_mode": "swap", "swap_space": 0.001},
     {"max_concurrent_batches": 3, "max_num_seqs": 3, "block_size": 32, "speculative_config": NGRAM},
 ]
-"""Two steps in flight by default; 0 blocks are as few as the longest sequence takes."""
+"""Engine options; by default two steps are in flight. 0 blocks: as few as the longest sequence needs."""
 
 
 def differing(checkpoint: Path, kind: str, schedules: list[dict[str, Any]], long: int) -> list[tuple[int, str]]:
-    """Number of the schedule and name of each request whose results are not those that it has alone, one step at a
+    """Number of the schedule and id of each request whose results differ from those of the request alone, one step at a
     time, without graphs and prefix cache."""
     rng, wrong = Random(kind), []
-    drawn = draw_requests(rng, long)
+    requests = draw_requests(rng, long)
     lone = start(checkpoint, kind, enable_prefix_caching=False, max_concurrent_batches=1, enforce_eager=True)
     alone: dict[str, Result] = {}
-    for request in drawn:
+    for request in requests:
         alone |= run(lone, [request])
     for number, options in enumerate(schedules):
         max_len = 128 if long < 100 else 320
         blocks = options.get("num_gpu_blocks_override", 100) or max_len // 16
         engine = start(checkpoint, kind, **options | {"max_model_len": max_len, "num_gpu_blocks_override": blocks})
         assert engine.info.asynchronous
-        together = run(engine, drawn, rng)
+        together = run(engine, requests, rng)
         engine.close()
         wrong += [(number, name) for name in together if together[name] != alone[name]]
     return wrong
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_request_depends_on_its_company(checkpoint: Path, kind: str) -> None:
-    """Nor on prefix hits, padding, drafts, and steps in flight; nor on chunks and preemption (thorough)."""
+def test_results_do_not_depend_on_other_requests(checkpoint: Path, kind: str) -> None:
+    """Neither on prefix hits, padding, drafts and steps in flight; with ``thorough``, on chunks and preemption."""
     assert differing(checkpoint, kind, SCHEDULES[2:], 48) == []
 
 
 @pytest.mark.thorough
-def test_a_prefix_comes_back_from_host_memory(checkpoint: Path) -> None:
+def test_prefix_is_restored_from_host_memory(checkpoint: Path) -> None:
     engine = start(checkpoint, KINDS[0], kv_offloading_size=0.001, max_model_len=128)
     (request,) = draw_requests(Random(0), 24)[2:]
     first = run(engine, [request])
@@ -142,12 +142,12 @@ def test_a_prefix_comes_back_from_host_memory(checkpoint: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS + MORE_KINDS)
-def test_nor_across_spans_of_attention(checkpoint: Path, kind: str) -> None:
+def test_results_of_long_prompts_do_not_depend_on_other_requests(checkpoint: Path, kind: str) -> None:
     assert differing(checkpoint, kind, SCHEDULES, 240) == []
 
 
 @pytest.mark.thorough
-def test_nor_with_grammars_beams_adapters_and_a_draft_model(checkpoint: Path, tmp_path: Path) -> None:
+def test_grammar_beam_lora_and_draft_results_do_not_depend_on_others(checkpoint: Path, tmp_path: Path) -> None:
     for rank, name in enumerate(ADAPTERS, 3):
         model = get_peft_model(
             AutoModelForCausalLM.from_pretrained(checkpoint), LoraConfig(r=rank, target_modules=["q_proj", "down_proj"])
@@ -156,43 +156,44 @@ def test_nor_with_grammars_beams_adapters_and_a_draft_model(checkpoint: Path, tm
             if weight.requires_grad:
                 torch.nn.init.normal_(weight, std=0.2)
         model.save_pretrained(tmp_path / name)
-    rng, drawn = Random(5), list[EngineRequest]()
+    rng, requests = Random(5), list[EngineRequest]()
     for number in range(40):
         request = draw_request(rng, number)
         kinds = request.sampling.guided_decoding, request.sampling.use_beam_search, request.adapter
-        if any(kinds) and len(request.prompt) < 60 and len(drawn) < 8:
-            drawn.append(msgspec.structs.replace(request, sampling=request.sampling.replace(max_tokens=6)))
-    assert any(r.sampling.guided_decoding for r in drawn) and any(r.sampling.use_beam_search for r in drawn)
+        if any(kinds) and len(request.prompt) < 60 and len(requests) < 8:
+            requests.append(msgspec.structs.replace(request, sampling=request.sampling.replace(max_tokens=6)))
+    assert any(r.sampling.guided_decoding for r in requests) and any(r.sampling.use_beam_search for r in requests)
     adapters = {"lora_modules": tuple(f"{name}={tmp_path / name}" for name in ADAPTERS)}
     lone = start(checkpoint, "float16 none auto", enable_prefix_caching=False, max_concurrent_batches=1, **adapters)
     lone.set_vocabulary(vocabulary)
     alone: dict[str, Result] = {}
-    for request in drawn:
+    for request in requests:
         alone |= run(lone, [request])
     draft = json.dumps({"model": str(checkpoint), "num_speculative_tokens": 2})
     for options in ({}, {"speculative_config": draft}, {"num_gpu_blocks_override": 20}):
         engine = start(checkpoint, "float16 none auto", **adapters | options)
         engine.set_vocabulary(vocabulary)
-        together = run(engine, drawn, rng)
+        together = run(engine, requests, rng)
         engine.close()
         assert [name for name in together if together[name] != alone[name]] == []
 
 
-def test_over_ranks(checkpoint: Path) -> None:
-    """Worker processes, which submit a step before they wait for the one before. Tokens alone are compared: NumPy
-    multiplies there, whose sums depend on shapes."""
-    drawn = draw_requests(Random(0), 20)[1:2]
+def test_tensor_parallel_tokens_equal_single_rank(checkpoint: Path) -> None:
+    """Workers submit a step before they wait for the previous one. Only tokens are compared: NumPy multiplies matrices
+    in workers, and its sums depend on the shapes."""
+    requests = draw_requests(Random(0), 20)[1:2]
     found = []
     for size, backend in ((1, "uni"), (2, "mp")):
         engine = start(checkpoint, "float32 none auto", tensor_parallel_size=size, distributed_executor_backend=backend)
         assert engine.info.asynchronous
-        found.append({name: [tokens for tokens, _ in own.values()] for name, own in run(engine, drawn).items()})
+        results = run(engine, requests)
+        found.append({name: [tokens for tokens, _ in result.values()] for name, result in results.items()})
         engine.close()
     assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("family", [pytest.param(LlamaConfig, marks=pytest.mark.thorough), Qwen3Config])
-def test_tokens_are_the_references(tmp_path: Path, family: Any) -> None:
+def test_tokens_equal_reference_backend(tmp_path: Path, family: Any) -> None:
     more = {"sliding_window": None} if family is Qwen3Config else {"attention_bias": True}
     save(family(**TINY | more), tmp_path)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2)
@@ -212,8 +213,8 @@ def test_tokens_are_the_references(tmp_path: Path, family: Any) -> None:
             assert ours.cumulative_logprob == pytest.approx(theirs.cumulative_logprob, abs=1e-3)
 
 
-def test_memory_is_freed_with_its_last_reference() -> None:
-    """A forward pass that was captured holds the KV cache: no cycle may keep it until garbage is collected."""
+def test_captured_step_is_freed_with_last_reference() -> None:
+    """A captured step holds the KV cache, so it must not be part of a reference cycle."""
     captured = cuda.capture(lambda batch: batch.token_ids, CaptureOptions(8, 4, 2, graph_sizes=(2, 4)))
     reference = weakref.ref(captured)
     gc.disable()
@@ -224,13 +225,13 @@ def test_memory_is_freed_with_its_last_reference() -> None:
         gc.enable()
 
 
-def test_it_is_refused_where_there_is_no_gpu() -> None:
+def test_cuda_backend_is_refused_without_gpu() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    for flags, words in (
+    for flags, message in (
         ("--device cuda", "device: no GPU found"),
         ("--ops cuda --device cpu", "the CUDA kernels do not run on cpu: use device cuda"),
     ):
         command = [sys.executable, "-m", "penstock.cli.main", "generate", *flags.split(), "Hello"]
-        said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-        assert said.returncode != 0
-        assert words in said.stderr.splitlines()[-1]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        assert result.returncode != 0
+        assert message in result.stderr.splitlines()[-1]

@@ -1,11 +1,12 @@
-"""Mixture of experts on GPUs: Triton's kernels, interpreted, against the reference ops, and bit by bit in any batch."""
+"""Mixture-of-experts kernels of the CUDA backend in Triton's interpreter: equal to the reference ops, with the same
+bits in any batch."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import interpreted  # noqa: F401  # first: it says how kernels run
+import interpreted  # noqa: F401 - must precede the kernels
 import pytest
 import torch
 from checkpoints import SMALL, save
@@ -26,15 +27,15 @@ ROUTINGS = {
 
 
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
-def test_router(routing: Routing) -> None:
+def test_expert_routing_matches_reference(routing: Routing) -> None:
     logits = randn(0, 20, 12)
     for bias in (None, randn(1, 12)):
         got, expected = (ops.select_experts(logits, routing, bias) for ops in (cuda, reference))
         assert torch.equal(got[0], expected[0])
         torch.testing.assert_close(got[1], expected[1], atol=1e-6, rtol=1e-5)
-    spoiled = torch.stack((torch.full((12,), float("nan")), torch.full((12,), float("-inf")), logits[0]))
-    spoiled[2, 3] = float("nan")
-    ids, _ = cuda.select_experts(spoiled, routing)
+    invalid = torch.stack((torch.full((12,), float("nan")), torch.full((12,), float("-inf")), logits[0]))
+    invalid[2, 3] = float("nan")
+    ids, _ = cuda.select_experts(invalid, routing)
     assert all(len(set(row)) == routing.top_k and max(row) < 12 for row in ids.tolist())
 
 
@@ -51,8 +52,8 @@ KINDS |= {f"stored, {name}": STORED[name] for name in ("4 bits, offsets", "4 bit
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_products(name: str) -> None:
-    """All formats, and a batch whose rows have the same bits alone."""
+def test_expert_products_match_reference_in_any_batch(name: str) -> None:
+    """All formats; each row of a batch has the same bits alone."""
     format, experts, hidden, size, dtype = KINDS[name], 4, 64, 40, torch.float16
 
     def pack(ops: Any, seed: int, outputs: int, inputs: int) -> Any:
@@ -61,9 +62,9 @@ def test_products(name: str) -> None:
         return ops.pack([randn(seed, outputs, inputs, dtype=dtype) * 0.1], None, format)
 
     def matrices(ops: Any, first: int = 0) -> Any:
-        own = range(experts)[first:]
-        gate_up = ops.stack_experts([pack(ops, 2 * e, 2 * size, hidden) for e in own], first)
-        return gate_up, ops.stack_experts([pack(ops, 2 * e + 1, hidden, size) for e in own], first)
+        local = range(experts)[first:]
+        gate_up = ops.stack_experts([pack(ops, 2 * e, 2 * size, hidden) for e in local], first)
+        return gate_up, ops.stack_experts([pack(ops, 2 * e + 1, hidden, size) for e in local], first)
 
     x, shared, gate = randn(1, 9, hidden, dtype=dtype), randn(2, 9, hidden, dtype=dtype), randn(3, 9, 1)
     ids, weights = reference.select_experts(randn(4, 9, experts), Routing(2, renormalize=True))
@@ -80,14 +81,14 @@ def test_products(name: str) -> None:
     assert bool((merged[ids < 2] == 7).all()) and not bool((merged[ids >= 2] == 7).all(-1).any())
 
 
-def test_orders_of_their_own_are_refused() -> None:
+def test_experts_with_input_order_are_refused() -> None:
     weight = draw_quantized(0, 64, 64, Format(4, 32), torch.arange(64))
     with pytest.raises(PenstockError, match="desc_act"):
         cuda.stack_experts([cuda.pack_quantized([weight], torch.float16)] * 2)
 
 
-def test_load_without_the_padding_of_graphs(tmp_path: Path) -> None:
-    """Three sequences decode in a graph of four: experts of the fourth do not count."""
+def test_expert_load_excludes_graph_padding(tmp_path: Path) -> None:
+    """Three sequences decode in a graph of four rows: the experts of the padding row are not counted."""
     config = Qwen3MoeConfig(
         **SMALL | {"num_hidden_layers": 2}, moe_intermediate_size=32, num_local_experts=8, num_experts_per_tok=2
     )

@@ -1,5 +1,5 @@
-"""Products, embeddings and adapters of the CUDA backend in Triton's interpreter: against the reference, and bit by bit
-in any batch."""
+"""Matrix products, embeddings and LoRA of the CUDA backend in Triton's interpreter: equal to the reference ops, with
+the same bits in any batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-import interpreted  # first: it says how kernels run
+import interpreted  # must precede the kernels
 import pytest
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ FORMATS = {name: scheme.layers for name, scheme in SCHEMES.items()} | {
 
 
 def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Numbers that float16 holds, whatever the dtype."""
+    """Random values that float16 can represent, whatever the dtype."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).half().to(dtype)
 
 
@@ -37,29 +37,29 @@ def assert_close(got: Tensor, expected: Tensor, tolerance: float) -> None:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """As a share of the largest output."""
+    """Maximum error, relative to the largest output."""
     return 2e-3 if dtype is torch.float16 else 2e-6
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"), [(name, torch.float16) for name in FORMATS] + [("none", torch.float32), ("wint8", torch.float32)]
 )
-def test_products(name: str, dtype: torch.dtype) -> None:
-    """Any sizes, rows that lie apart, a bias, float32 outputs, a gate, and embeddings, against the reference."""
+def test_products_and_embeddings_match_reference(name: str, dtype: torch.dtype) -> None:
+    """Any sizes, strided rows, a bias, float32 outputs, gated activations, and embeddings."""
     format = FORMATS[name]
     for seed, (tokens, outputs, inputs) in enumerate([(1, 64, 256), (5, 70, 301), (33, 130, 60)]):
         x = randn(seed, tokens, inputs + 16, dtype=dtype)[:, :inputs]
         weight, bias = randn(seed + 1, outputs, inputs, dtype=dtype), randn(seed + 2, outputs, dtype=dtype)
         parts = [weight[: outputs // 3], weight[outputs // 3 :]]
-        given = bias if seed % 2 else None
-        packed = matrix.pack(parts, given, format)
-        expected = reference.pack(parts, given, packed.format)
+        added = bias if seed % 2 else None
+        packed = matrix.pack(parts, added, format)
+        expected = reference.pack(parts, added, packed.format)
         out = torch.full((tokens, outputs + 9), 7, dtype=dtype)
         assert matrix.linear(x, packed, out=out[:, :outputs]) is not None and bool((out[:, outputs:] == 7).all())
         assert_close(out[:, :outputs], reference.linear(x, expected), tolerance(dtype))
         product = matrix.linear(x, packed, out_float32=True)
         if not format.bits:
-            exact = x.double() @ weight.double().T + (0 if given is None else given.double())
+            exact = x.double() @ weight.double().T + (0 if added is None else added.double())
             assert_close(product, exact.float(), 1e-6)
         assert torch.equal(product.to(dtype), out[:, :outputs])
         for function in (*ACTIVATIONS, *GATES):
@@ -74,10 +74,10 @@ def test_products(name: str, dtype: torch.dtype) -> None:
         assert bool((shard[1] == 5).all())
         tensors = matrix.packed_tensors(packed)
         if format.bits:
-            again = matrix.from_packed(tensors, inputs, outputs, dtype, given, format)
+            again = matrix.from_packed(tensors, inputs, outputs, dtype, added, format)
             assert torch.equal(matrix.linear(x, again), out[:, :outputs])
             with pytest.raises(PenstockError, match="unexpected size"):
-                matrix.from_packed(tensors, inputs, outputs + 64, dtype, given, format)
+                matrix.from_packed(tensors, inputs, outputs + 64, dtype, added, format)
 
 
 STORED = {
@@ -92,7 +92,7 @@ STORED = {
     "fp8 blocks": FORMATS["fp8 blocks"],
     "mxfp4": Format(4, 32, floating=True),
 }
-"""Formats of checkpoints."""
+"""Formats of quantized checkpoints."""
 
 
 def draw_quantized(seed: int, outputs: int, inputs: int, format: Format, order: Tensor | None) -> QuantizedWeight:
@@ -108,8 +108,8 @@ def draw_quantized(seed: int, outputs: int, inputs: int, format: Format, order: 
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_weights_as_checkpoints_have_them(name: str) -> None:
-    """Stacked, in an order of their own, with a bias, from the weight cache, and row by row."""
+def test_checkpoint_weights_match_reference_in_any_batch(name: str) -> None:
+    """Stacked matrices, with an input order (``desc_act``), with a bias, from the weight cache, and row by row."""
     format, dtype = STORED[name], torch.float16
     assert matrix.supports(format, dtype) and matrix.supports(format, torch.bfloat16)
     for seed, (tokens, heights, inputs) in enumerate([(1, (64,), 256), (5, (128, 6), 301), (33, (128, 130), 60)]):
@@ -128,14 +128,14 @@ def test_weights_as_checkpoints_have_them(name: str) -> None:
             assert torch.equal(matrix.linear(x[row : row + 1], cached)[0], got[row])
 
 
-def test_formats_that_are_dequantized() -> None:
+def test_formats_without_kernels_are_not_supported() -> None:
     integers = Format(8, 32), Format(8, asymmetric=True), Format(4, 16), Format(4)
     for format in (*integers, Format(8, floating=True), Format(4, 64, floating=True)):
         assert not matrix.supports(format, torch.bfloat16)
 
 
 def rows_differ(format: Format, dtype: torch.dtype, gated: bool, monkeypatch: pytest.MonkeyPatch) -> list[Size]:
-    """Tiles in which some of 40 rows have other bits than all rows have, in the tile that is chosen."""
+    """Tiles in which 40 rows have other bits than in the whole batch with the default tile."""
     inputs, outputs, tokens = 260, 70, 130
     if format.asymmetric:
         packed = matrix.pack_quantized([draw_quantized(1, outputs, inputs, format, None)], dtype)
@@ -156,7 +156,7 @@ def rows_differ(format: Format, dtype: torch.dtype, gated: bool, monkeypatch: py
 
 
 ROWS = ("none", "w8a8", "wint4-g32", "fp8 blocks", "4 bits, offsets, 8-bit activations")
-"""Formats in the suite; the others are close to one of them."""
+"""Formats tested without ``thorough``; the others are similar to one of them."""
 
 
 @pytest.mark.parametrize(
@@ -166,24 +166,24 @@ ROWS = ("none", "w8a8", "wint4-g32", "fp8 blocks", "4 bits, offsets, 8-bit activ
         for name in (*FORMATS, "4 bits, offsets", "4 bits, offsets, 8-bit activations")
     ],
 )
-def test_rows_are_the_same_in_any_batch_and_tile(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_have_same_bits_in_any_batch_and_tile(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not rows_differ((FORMATS | STORED)[name], torch.float16, False, monkeypatch)
 
 
 @pytest.mark.parametrize(("dtype", "gated"), [(torch.float16, True), (torch.float32, False)])
-def test_gated_rows_and_those_of_float32_are_the_same(
+def test_gated_and_float32_rows_have_same_bits_in_any_tile(
     dtype: torch.dtype, gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not rows_differ(Format(), dtype, gated, monkeypatch)
 
 
-def test_a_mistake_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of many tokens that took another matrix instruction, or summed another way, would not go unseen."""
+def test_different_summation_order_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``rows_differ`` detects tiles that use another matrix instruction, and so another order of summation."""
     monkeypatch.setattr(interpreted, "step", lambda columns: 32 if columns > 32 else 16)
     assert rows_differ(Format(), torch.float16, False, monkeypatch)
 
 
-def test_what_there_are_no_kernels_for_is_refused() -> None:
+def test_formats_without_kernels_are_refused() -> None:
     weight = torch.zeros(128, 128, dtype=torch.bfloat16)
     with launch.record_launches(launch.ARCHITECTURES[80]), pytest.raises(PenstockError, match=r"capability 8\.9"):
         matrix.pack([weight], None, FORMATS["fp8"])
@@ -194,9 +194,9 @@ def test_what_there_are_no_kernels_for_is_refused() -> None:
 
 
 def draw_adapters(rng: Random, inputs: int, sizes: list[int], dtype: torch.dtype, slots: int) -> tuple[Any, Any]:
-    """A layer's adapters, of some or all of its matrices: the kernels' and the reference's."""
-    given = slots, inputs, sum(sizes), 40 * len(sizes), dtype, torch.device("cpu")
-    ours, theirs = lora.new_lora_slots(*given), reference.new_lora_slots(*given)
+    """LoRA slots of a layer for the kernels and the reference, with adapters of some or all of its matrices."""
+    shape = slots, inputs, sum(sizes), 40 * len(sizes), dtype, torch.device("cpu")
+    ours, theirs = lora.new_lora_slots(*shape), reference.new_lora_slots(*shape)
     firsts = [sum(sizes[:i]) for i in range(len(sizes))]
     for slot in range(slots):
         parts = [
@@ -217,8 +217,8 @@ def draw_adapters(rng: Random, inputs: int, sizes: list[int], dtype: torch.dtype
 
 
 @pytest.mark.parametrize(("seed", "dtype"), [(0, torch.float16), (1, torch.float32), (2, torch.float16)])
-def test_adapters(seed: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of several adapters and of none, in any order: each as if it were alone."""
+def test_lora_matches_reference_in_any_batch(seed: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows with several adapters and with none, in any order, have the same bits as alone."""
     monkeypatch.setattr(lora, "SMALL_TILE_TOKENS", 20)
     monkeypatch.setattr(lora, "SPLIT", 128)
     rng = Random(seed)

@@ -1,4 +1,4 @@
-"""Sampling kernels of the CUDA backend, in Triton's interpreter, against the reference."""
+"""Sampling kernels of the CUDA backend in Triton's interpreter: equal to the reference ops."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ pytest.importorskip("triton")
 from penstock.ops import reference
 from penstock.ops.cuda import matrix, sampling
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN and infinity
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns about NaN and infinity
 
 SIZES = (1, 33, 2048, 2049, 6007)
-"""Vocabularies of a block or several, and odd ones."""
+"""Vocabulary sizes of one or more blocks, also odd ones."""
 
 
 def random_bitmask(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
@@ -46,7 +46,7 @@ def random_columns(rows: int, vocabulary: int, rng: Random) -> list[torch.Tensor
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_argmax_is_the_first_of_the_largest(size: int) -> None:
+def test_argmax_returns_first_of_equal_maxima(size: int) -> None:
     generator = torch.Generator().manual_seed(size)
     logits = torch.randint(-4, 5, (6, size), generator=generator).float()
     logits[1, size // 2] = float("nan")
@@ -65,7 +65,7 @@ def test_argmax_is_the_first_of_the_largest(size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_argmax_of_a_product(dtype: torch.dtype) -> None:
+def test_argmax_of_linear_matches_reference(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     head, x = (torch.randn(rows, 96, generator=generator).to(dtype) for rows in (333, 5))
     bitmask = random_bitmask(5, 333, generator)
@@ -77,38 +77,38 @@ def test_argmax_of_a_product(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_random_sampling_is_the_references(size: int) -> None:
-    """With weights that differ, and with few different ones, of which there are many each: which of equal ones top-k
-    and top-p keep decides, and float64 sums are exact."""
+def test_random_sampling_equals_reference(size: int) -> None:
+    """Logits with different values, and with many equal values: then the result depends on which of the equal tokens
+    top-k and top-p keep, and float64 sums are exact."""
     rng, generator = Random(size), torch.Generator().manual_seed(size)
-    different = torch.randn(5, size, generator=generator) * 3
-    equal = torch.randint(-3, 1, (5, size), generator=generator) * 0.5
-    equal[:, ::3] = float("-inf")
-    equal[:, 0] = 0
-    for logits in (different, equal):
+    distinct = torch.randn(5, size, generator=generator) * 3
+    ties = torch.randint(-3, 1, (5, size), generator=generator) * 0.5
+    ties[:, ::3] = float("-inf")
+    ties[:, 0] = 0
+    for logits in (distinct, ties):
         columns = random_columns(5, size, rng)
         assert torch.equal(sampling.sample_random(logits, *columns), reference.sample_random(logits, *columns))
 
 
 def assert_truncated(size: int, top_k: int, top_p: float) -> None:
-    """A row of which more tokens than are listed may be sampled."""
+    """Compare a row in which more tokens than ``MAX_LISTED`` can be sampled with the reference."""
     logits = torch.randn(1, size, generator=torch.Generator().manual_seed(0))
     columns = [float64(value) for value in (2.0, top_k, top_p, 0.0, 0.4)]
     assert top_k > sampling.MAX_LISTED
     assert torch.equal(sampling.sample_random(logits, *columns), reference.sample_random(logits, *columns))
 
 
-def test_more_tokens_than_are_listed() -> None:
+def test_sampling_of_more_tokens_than_listed_equals_reference() -> None:
     assert_truncated(20_001, 19_000, 1.0)
 
 
 @pytest.mark.thorough
-def test_a_large_vocabulary() -> None:
+def test_sampling_of_large_vocabulary_equals_reference() -> None:
     assert_truncated(151_936, 90_000, 0.95)
 
 
-def test_a_row_is_sampled_as_if_alone() -> None:
-    """Also beside rows that have no distribution, whose result is some token."""
+def test_sampling_of_a_row_does_not_depend_on_other_rows() -> None:
+    """Also next to rows without a distribution, whose result is some token."""
     size, rng = 2500, Random(0)
     logits = torch.randn(7, size, generator=torch.Generator().manual_seed(0)) * 3
     logits[1] = float("-inf")
@@ -123,8 +123,8 @@ def test_a_row_is_sampled_as_if_alone() -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_log_probabilities(size: int) -> None:
-    """Also of rows at other addresses than alone."""
+def test_log_softmax_matches_reference_in_any_batch(size: int) -> None:
+    """Rows have the same bits at other addresses."""
     logits = torch.randn(3, size, generator=torch.Generator().manual_seed(size)) * 5
     table = sampling.log_softmax(logits)
     torch.testing.assert_close(table, reference.log_softmax(logits))
@@ -132,8 +132,8 @@ def test_log_probabilities(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_largest_are_found_in_order(size: int) -> None:
-    """Of equal values, the lowest index first; where few are possible, all of them."""
+def test_topk_orders_equal_values_by_index(size: int) -> None:
+    """Equal values are ordered by index, also if fewer than k values are finite."""
     values = torch.randint(-3, 4, (3, size), generator=torch.Generator().manual_seed(size)).float()
     values[1, 1:] = float("-inf")
     for k in {1, min(size, 20), min(size, sampling.MAX_K), min(size, sampling.MAX_K + 1)}:
@@ -143,7 +143,7 @@ def test_the_largest_are_found_in_order(size: int) -> None:
             assert torch.equal(indices, values.sort(dim=-1, descending=True, stable=True)[1][:, :k])
 
 
-def test_logits_whose_rows_lie_apart() -> None:
+def test_sampling_supports_strided_logits() -> None:
     wide = torch.randn(3, 80, generator=torch.Generator().manual_seed(0))
     logits, columns = wide[:, :50], random_columns(3, 50, Random(1))
     assert torch.equal(sampling.sample_random(logits, *columns), reference.sample_random(logits, *columns))

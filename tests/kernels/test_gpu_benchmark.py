@@ -1,4 +1,4 @@
-"""``benchmarks/gpu``, which runs on machines with a GPU: here in Triton's interpreter."""
+"""``benchmarks/gpu``, in Triton's interpreter instead of on a GPU."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_gpu_benchmark_without_gpu_exits_with_message(tmp_path: Path) -> None:
     done = run("--out", str(tmp_path))
     assert done.returncode == 2
     assert done.stderr.startswith("No GPU is available") and len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.thorough
-def test_every_part_is_right_in_the_interpreter(tmp_path: Path) -> None:
+def test_gpu_benchmark_finds_no_errors_in_interpreter(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     done = run("--interpret", "--tune", "--out", str(tmp_path))
     results = json.loads((tmp_path / "results.json").read_text())
@@ -36,7 +36,7 @@ def test_every_part_is_right_in_the_interpreter(tmp_path: Path) -> None:
     assert "of the roofline" in (tmp_path / "results.md").read_text()
 
 
-def test_a_part_that_fails_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
+def test_failed_benchmark_part_is_reported_and_others_run(tmp_path: Path) -> None:
     done = run("--interpret", "--parts", "nonsense,device", "--out", str(tmp_path))
     assert done.returncode == 1
     results = json.loads((tmp_path / "results.json").read_text())

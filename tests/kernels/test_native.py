@@ -1,4 +1,4 @@
-"""Which instruction set computes, and what is said of kernels that do not fit their sources."""
+"""Selection of the CPU instruction set, and warnings about kernels that do not match their sources."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ def penstock(*arguments: str, **environment: str) -> subprocess.CompletedProcess
     "name",
     [pytest.param(name, marks=[] if name == "portable" else pytest.mark.thorough) for name in kernels.available()],
 )
-def test_the_set_that_the_environment_names_computes(name: str) -> None:
+def test_instruction_set_of_environment_is_used(name: str) -> None:
     found = json.loads(penstock("doctor", "--json", PENSTOCK_ISA=name).stdout)
     assert found["isa"] == f"{name} (PENSTOCK_ISA)"
     assert found["fingerprint"].startswith(f"cpu-{name}-")
 
 
-def test_a_set_that_cannot_compute_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = penstock("serve", "--port", "0", PENSTOCK_ISA="avx9000")
+def test_unavailable_instruction_set_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = penstock("serve", "--port", "0", PENSTOCK_ISA="avx9000")
     known = ", ".join(kernels.BUILT)
-    assert said.returncode == 2
-    assert said.stderr.strip().splitlines()[-1:] == [
+    assert result.returncode == 2
+    assert result.stderr.strip().splitlines()[-1:] == [
         f"penstock serve: PENSTOCK_ISA=avx9000: this build has no kernels for avx9000; it has kernels for {known}"
     ]
     for name in set(kernels.BUILT) - set(kernels.MACHINE):
         monkeypatch.setenv("PENSTOCK_ISA", name)
-        with pytest.raises(PenstockError, match=f"this processor does not run {name}, but portable"):
+        with pytest.raises(PenstockError, match=f"this processor does not support {name}; it supports portable"):
             native.set_up()
 
 
-def test_kernels_of_other_sources_are_told_and_installed_ones_are_not(
+def test_outdated_kernels_are_reported_unless_installed_from_wheel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
@@ -57,7 +57,7 @@ def test_kernels_of_other_sources_are_told_and_installed_ones_are_not(
     with open(tmp_path / "csrc" / "kernels.cc", "a") as file:
         file.write("// changed\n")
     assert "pip install -e ." in native.outdated_warning()
-    monkeypatch.setattr(native, "SOURCES", tmp_path / "csrc")  # as in a wheel: no sources beside the package
+    monkeypatch.setattr(native, "SOURCES", tmp_path / "csrc")  # like in a wheel: there are no sources
     assert native.outdated_warning() is None
     monkeypatch.setattr(kernels, "VERSION", "0.0.0")
     assert "version 0.0.0" in native.outdated_warning()
@@ -67,6 +67,6 @@ def test_kernels_of_other_sources_are_told_and_installed_ones_are_not(
     assert "without avx1024" in native.outdated_warning()
 
 
-def test_the_build_and_the_check_hash_the_same_sources() -> None:
-    """Fails where the kernels that the tests run with are not those of the sources."""
+def test_kernels_are_built_from_current_sources() -> None:
+    """Fails if the installed kernels are outdated."""
     assert native.hash_of_sources(ROOT) == kernels.SOURCES

@@ -1,4 +1,4 @@
-"""The CPU kernels of every instruction set against the reference ops, on random shapes, and bit by bit in any batch."""
+"""CPU kernels of every instruction set: equal to the reference ops on random shapes, same bits in any batch."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ FORMATS = sorted(
     | {Format(4, size, 8, integer_scales=True) for size in (8, 32)},
     key=str,
 )
-KEPT = ("", "int8")
-"""What the kernels keep keys and values in."""
+KV_QUANTIZATIONS = ("", "int8")
+"""Quantizations of the KV cache."""
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
@@ -68,7 +68,7 @@ def swiglu(x: Tensor, matrix: Any) -> Tensor:
     return product
 
 
-def close(got: Tensor, expected: Tensor, scale: float = 1.0) -> None:
+def assert_close(got: Tensor, expected: Tensor, scale: float = 1.0) -> None:
     assert got.shape == expected.shape
     assert got.dtype == expected.dtype
     torch.testing.assert_close(got, expected, atol=TOLERANCE[got.dtype] * scale, rtol=TOLERANCE[got.dtype])
@@ -78,7 +78,7 @@ sizes = st.integers(1, 200)
 seeds = st.integers(0, 2**31)
 dtypes = st.sampled_from(DTYPES)
 EXAMPLES = int(os.environ.get("PENSTOCK_OPS_EXAMPLES", "25"))
-"""Drawn shapes for each kernel and instruction set."""
+"""Number of random examples for each kernel and instruction set."""
 few = settings(max_examples=EXAMPLES, deadline=None)
 
 
@@ -92,7 +92,7 @@ few = settings(max_examples=EXAMPLES, deadline=None)
     bias=st.booleans(),
     out_float32=st.booleans(),
 )
-def test_linear(
+def test_linear_argmax_and_embedding_match_reference(
     seed: int, rows: int, inputs: int, outputs: int, dtype: torch.dtype, bias: bool, out_float32: bool
 ) -> None:
     x, weight = randn(seed, rows, inputs, dtype=dtype), randn(seed + 1, outputs, inputs, dtype=dtype)
@@ -101,18 +101,18 @@ def test_linear(
     expected = reference.linear(
         x.double(), reference.pack([weight.double()], None if added is None else added.double())
     )
-    close(got, expected.to(torch.float32 if out_float32 else dtype), inputs**0.5)
+    assert_close(got, expected.to(torch.float32 if out_float32 else dtype), inputs**0.5)
     packed = cpu.pack([weight], added)
     scores = cpu.linear(x, packed, out_float32=True)
     assert_largest(cpu.argmax(x, packed), scores)
-    allowed = some_bits(seed, rows, outputs)
+    allowed = random_bitmask(seed, rows, outputs)
     assert_largest(cpu.argmax(x, packed, allowed), reference.apply_bitmask(scores.clone(), allowed))
     ids = torch.tensor([outputs - 1, 0])
     assert torch.equal(cpu.embedding(ids, cpu.pack([weight])), weight[ids])
 
 
-def spoil(seed: int, weight: Tensor, x: Tensor) -> None:
-    """Ties, outliers, what is far too large or small, rows of zeros, and what is not a number."""
+def add_special_values(seed: int, weight: Tensor, x: Tensor) -> None:
+    """Add ties, outliers, very large and very small values, rows of zeros, NaN and infinity."""
     draw, (outputs, inputs) = Random(seed), weight.shape
     for _ in range(draw.randrange(4)):
         weight[draw.randrange(outputs)] = weight[draw.randrange(outputs)] * draw.choice([1.0, 1.0, 30.0, 1e-35])
@@ -132,23 +132,25 @@ def spoil(seed: int, weight: Tensor, x: Tensor) -> None:
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(seed=seeds, rows=sizes, inputs=st.integers(1, 130), more=st.integers(0, 200), dtype=dtypes)
-def test_argmax_by_a_sketch(seed: int, rows: int, inputs: int, more: int, dtype: torch.dtype) -> None:
+def test_argmax_with_sketch_equals_full_argmax(
+    seed: int, rows: int, inputs: int, more: int, dtype: torch.dtype
+) -> None:
     outputs = cpu.sketch.MIN_SKETCH_OUTPUTS + more
     x, weight = randn(seed, rows, inputs, dtype=dtype), randn(seed + 1, outputs, inputs, dtype=dtype)
-    spoil(seed, weight, x)
-    sketched, whole = cpu.pack([weight]), cpu.pack([weight], torch.zeros(outputs, dtype=dtype))
-    assert bool(cpu.sketch.sketch_of(sketched)) == bool(weight.isfinite().all()) and not cpu.sketch.sketch_of(whole)
-    assert torch.equal(cpu.argmax(x, sketched)[0], cpu.argmax(x, whole)[0])
-    allowed = some_bits(seed, rows, outputs)
-    allowed[seed % rows] *= seed % 3  # nothing, as of a rank whose tokens a grammar excludes
+    add_special_values(seed, weight, x)
+    sketched, full = cpu.pack([weight]), cpu.pack([weight], torch.zeros(outputs, dtype=dtype))
+    assert bool(cpu.sketch.sketch_of(sketched)) == bool(weight.isfinite().all()) and not cpu.sketch.sketch_of(full)
+    assert torch.equal(cpu.argmax(x, sketched)[0], cpu.argmax(x, full)[0])
+    allowed = random_bitmask(seed, rows, outputs)
+    allowed[seed % rows] *= seed % 3  # a row may allow nothing: a rank whose tokens a grammar excludes
     if allowed[seed % rows].any():
-        assert torch.equal(cpu.argmax(x, sketched, allowed)[0], cpu.argmax(x, whole, allowed)[0])
+        assert torch.equal(cpu.argmax(x, sketched, allowed)[0], cpu.argmax(x, full, allowed)[0])
     else:
         found, largest = cpu.argmax(x, sketched, allowed)
         assert largest[seed % rows] == -torch.inf
         others = torch.arange(rows) != seed % rows
-        assert torch.equal(found[others], cpu.argmax(x, whole, allowed)[0][others])
-    if (scores := cpu.linear(x, whole, out_float32=True)).isfinite().all():
+        assert torch.equal(found[others], cpu.argmax(x, full, allowed)[0][others])
+    if (scores := cpu.linear(x, full, out_float32=True)).isfinite().all():
         assert_largest(cpu.argmax(x, sketched), scores)
         if allowed.any(1).all():
             assert_largest(cpu.argmax(x, sketched, allowed), reference.apply_bitmask(scores.clone(), allowed))
@@ -160,22 +162,22 @@ def assert_largest(found: tuple[Tensor, Tensor], logits: Tensor) -> None:
     assert torch.equal(largest, logits.amax(-1))
 
 
-def some_bits(seed: int, rows: int, outputs: int) -> Tensor:
-    """``[rows, outputs / 32]`` int32: of some outputs, many or few, one at least."""
+def random_bitmask(seed: int, rows: int, outputs: int) -> Tensor:
+    """Random bitmask of allowed outputs, ``[rows, outputs / 32]`` int32, with at least one bit set in each row."""
     draw = np.random.default_rng(seed)
     bits = draw.random((rows, -(-outputs // 32) * 32)) < draw.choice([0.0, 0.001, 0.1, 0.9], (rows, 1))
     bits[np.arange(rows), draw.integers(outputs, size=rows)] = True
     return torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
 
 
-def test_a_sketch_says_when_it_takes_the_whole() -> None:
+def test_sketch_falls_back_for_zeros_and_backs_off() -> None:
     weight = randn(0, cpu.sketch.MIN_SKETCH_OUTPUTS, 64, dtype=torch.bfloat16)
     matrix, out = cpu.pack([weight]), (torch.empty(8, dtype=torch.int64), torch.empty(8))
     sketch = cpu.sketch.sketch_of(matrix)
     assert sketch.argmax(randn(1, 8, 64, dtype=torch.bfloat16), *out)
     zeros = torch.zeros(8, 64, dtype=torch.bfloat16)
     assert not sketch.argmax(zeros, *out)
-    for _ in range(cpu.sketch.BACKOFF_CALLS):  # does without it for a while, and finds the same
+    for _ in range(cpu.sketch.BACKOFF_CALLS):  # after a failure the sketch is not used for a while
         assert not sketch.argmax(randn(1, 8, 64, dtype=torch.bfloat16), *out)
     assert sketch.argmax(randn(1, 8, 64, dtype=torch.bfloat16), *out)
 
@@ -183,18 +185,18 @@ def test_a_sketch_says_when_it_takes_the_whole() -> None:
 @settings(max_examples=EXAMPLES * 3 // 2, deadline=None)
 @given(seed=seeds, rows=sizes, inputs=st.integers(1, 400), outputs=sizes, bias=st.booleans(), out_float32=st.booleans())
 @pytest.mark.parametrize("format", FORMATS, ids=str)
-def test_rounded_linear(
+def test_quantized_linear_matches_reference_in_any_batch(
     format: Format, seed: int, rows: int, inputs: int, outputs: int, bias: bool, out_float32: bool
 ) -> None:
     dtype = torch.bfloat16 if not format.activation_bits or seed % 2 else torch.float32
     x, weight = randn(seed, rows, inputs, dtype=dtype), randn(seed + 1, outputs, inputs, dtype=dtype)
-    x[0] *= seed % 3  # a row of zeros, too
+    x[0] *= seed % 3  # may be a row of zeros
     added = randn(seed + 2, outputs, dtype=dtype) if bias else None
     ours, theirs = cpu.pack([weight], added, format), reference.pack([weight], added, format)
     ids = torch.arange(outputs)
     assert torch.equal(cpu.embedding(ids, ours), reference.embedding(ids, theirs))
     got = cpu.linear(x, ours, out_float32)
-    close(got, reference.linear(x, theirs, out_float32), inputs**0.5)
+    assert_close(got, reference.linear(x, theirs, out_float32), inputs**0.5)
     assert_largest(cpu.argmax(x, ours), cpu.linear(x, ours, out_float32=True))
     for border in (outputs // 2, outputs // 128 * 64):
         parts = cpu.pack([weight[:border], weight[border:]], added, format)
@@ -204,14 +206,14 @@ def test_rounded_linear(
 
 
 @pytest.mark.parametrize("block", [1, 2, 8, 64])
-def test_hadamard_is_the_product_with_the_matrix(block: int) -> None:
+def test_hadamard_equals_matrix_product(block: int) -> None:
     x, matrix = torch.randint(-50, 50, (3, 192)).float(), torch.ones(1, 1)
     while len(matrix) < block:
         matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
     assert torch.equal(hadamard(x, block), (x.unflatten(1, (-1, block)) @ matrix).flatten(1))
 
 
-def test_rotation_reduces_the_error_of_rounded_activations_with_outliers() -> None:
+def test_rotation_reduces_quantization_error_of_outliers() -> None:
     x, weight = randn(0, 40, 192), randn(1, 100, 192)
     x[:, 5] *= 100
     weight[:, 5] /= 100
@@ -223,7 +225,7 @@ def test_rotation_reduces_the_error_of_rounded_activations_with_outliers() -> No
     assert error(Format(8, activation_bits=8, rotation=64)) < 0.1 * error(Format(8, activation_bits=8))
 
 
-def test_searched_scales_have_less_error_than_the_largest_magnitude() -> None:
+def test_searched_scales_have_less_error_than_absmax_scales() -> None:
     weight = randn(0, 64, 256, dtype=torch.float32)
     rows = torch.arange(64)
     rounded = cpu.embedding(rows, cpu.pack([weight], None, Format(4, 64, 8)))
@@ -233,7 +235,11 @@ def test_searched_scales_have_less_error_than_the_largest_magnitude() -> None:
 
 
 def draw_quantized(rng: Random, outputs: int, inputs: int, format: Format, ordered: bool) -> QuantizedWeight:
-    """Integers of a checkpoint in the whole range of the format."""
+    """A quantized weight of a checkpoint, with integers in the whole range of the format.
+
+    Args:
+        ordered: add an order of the inputs (``desc_act`` of GPTQ).
+    """
     generator = torch.Generator().manual_seed(rng.getrandbits(31))
     groups, most = -(-inputs // (format.group_size or inputs)), 1 << (format.bits - 1)
     ordered = ordered and not format.rotation
@@ -263,7 +269,7 @@ with_activation_groups = st.builds(
     activation_groups=st.just(True),
 )
 quantized = integers | with_activation_groups | st.just(Format(4, 32, floating=True))
-"""Formats of checkpoints."""
+"""Formats of quantized checkpoints."""
 
 
 @settings(max_examples=2 * EXAMPLES, deadline=None)
@@ -276,7 +282,7 @@ quantized = integers | with_activation_groups | st.just(Format(4, 32, floating=T
     ordered=st.booleans(),
     bias=st.booleans(),
 )
-def test_weights_as_checkpoints_have_them(
+def test_checkpoint_weights_match_reference_in_any_batch(
     seed: int, format: Format, rows: int, inputs: int, outputs: int, ordered: bool, bias: bool
 ) -> None:
     rng = Random(seed)
@@ -284,33 +290,33 @@ def test_weights_as_checkpoints_have_them(
     assert cpu.supports(format, dtype)
     weight = draw_quantized(rng, outputs, inputs, format, ordered and not format.activation_groups)
     x = randn(seed, rows, inputs, dtype=dtype)
-    x[0] *= seed % 3  # a row of zeros, too
+    x[0] *= seed % 3  # may be a row of zeros
     added = randn(seed + 2, outputs, dtype=dtype) if bias else None
     ours, theirs = (ops.pack_quantized([weight], dtype, added) for ops in (cpu, reference))
     ids = torch.arange(outputs)
     assert torch.equal(cpu.embedding(ids, ours), reference.embedding(ids, theirs))
     got = cpu.linear(x, ours, out_float32=True)
-    close(got, reference.linear(x, theirs, out_float32=True), inputs**0.5)
+    assert_close(got, reference.linear(x, theirs, out_float32=True), inputs**0.5)
     assert torch.equal(cpu.linear(x, ours), got.to(dtype))
     assert_largest(cpu.argmax(x, ours), got)
     border, one = rng.randrange(outputs + 1), rng.randrange(rows)
     stacked = cpu.pack_quantized([weight.rows(0, border), weight.rows(border, outputs)], dtype, added)
     cached = cpu.from_packed(cpu.packed_tensors(ours), inputs, outputs, dtype, added, format)
     for matrix in (ours, stacked, cached):
-        for some in (slice(0, rows // 2), slice(rows // 2, rows), slice(one, one + 1)):
-            assert torch.equal(cpu.linear(x[some], matrix, out_float32=True), got[some])
+        for part in (slice(0, rows // 2), slice(rows // 2, rows), slice(one, one + 1)):
+            assert torch.equal(cpu.linear(x[part], matrix, out_float32=True), got[part])
     both = cpu.pack_quantized([weight, weight], dtype)
     assert torch.equal(swiglu(x, both), cpu.activation_and_mul(cpu.linear(x, both), "silu"))
 
 
-def test_packed_tensors_of_another_size_are_refused() -> None:
+def test_packed_tensors_of_wrong_size_are_refused() -> None:
     format = Format(4, 32, asymmetric=True)
     weight = draw_quantized(Random(0), 70, 100, format, ordered=True)
     tensors = cpu.packed_tensors(cpu.pack_quantized([weight], torch.bfloat16))
     assert sorted(tensors) == ["offsets", "order", "scales", "values"]
     wrong = {name: tensors | {name: tensor[:-1]} for name, tensor in tensors.items()}
     wrong["not a permutation"] = tensors | {"order": tensors["order"] * 0}
-    wrong |= {f"no {out}": {name: tensor for name, tensor in tensors.items() if name != out} for out in tensors}
+    wrong |= {f"no {lost}": {name: tensor for name, tensor in tensors.items() if name != lost} for lost in tensors}
     del wrong["no order"]
     for case in wrong.values():
         with pytest.raises(PenstockError, match="packed weights"):
@@ -320,12 +326,15 @@ def test_packed_tensors_of_another_size_are_refused() -> None:
 @settings(max_examples=5, deadline=None)
 @given(seed=seeds, rows=st.integers(7, 70), inputs=st.integers(770, 1300), outputs=st.integers(1024, 1200))
 @pytest.mark.parametrize("format", [Format(), *FORMATS], ids=str)
-def test_large_matrices(format: Format, seed: int, rows: int, inputs: int, outputs: int) -> None:
-    """Such as pass in several pieces, with several panels a task; with one thread other ones."""
+def test_large_matrices_match_reference_with_any_threads(
+    format: Format, seed: int, rows: int, inputs: int, outputs: int
+) -> None:
+    """Matrices that are computed in several input chunks and with several panels per task; one thread splits the tasks
+    differently."""
     x, weight = (randn(seed + i, n, inputs, dtype=torch.bfloat16) for i, n in enumerate((rows, outputs)))
-    matrix, kept = cpu.pack([weight], None, format), reference.pack([weight], None, format)
+    matrix, theirs = cpu.pack([weight], None, format), reference.pack([weight], None, format)
     got = cpu.linear(x, matrix)
-    close(got, reference.linear(x, kept), inputs**0.5)
+    assert_close(got, reference.linear(x, theirs), inputs**0.5)
     both = cpu.pack([weight, weight.flip(0)], None, format)
     gated = swiglu(x, both)
     assert torch.equal(gated, cpu.activation_and_mul(cpu.linear(x, both), "silu"))
@@ -339,7 +348,9 @@ def test_large_matrices(format: Format, seed: int, rows: int, inputs: int, outpu
 @few
 @given(seed=seeds, rows=sizes, inputs=st.integers(1, 400), size=sizes, whole=st.booleans(), dtype=dtypes)
 @pytest.mark.parametrize("format", [Format(), *FORMATS], ids=str)
-def test_gated(format: Format, seed: int, rows: int, inputs: int, size: int, whole: bool, dtype: torch.dtype) -> None:
+def test_gated_linear_matches_reference_in_any_batch(
+    format: Format, seed: int, rows: int, inputs: int, size: int, whole: bool, dtype: torch.dtype
+) -> None:
     dtype = torch.bfloat16 if format.bits and not format.activation_bits else dtype
     size = -(-size // 64) * 64 if whole else size
     x, weight = randn(seed, rows, inputs, dtype=dtype), randn(seed + 1, 2 * size, inputs, dtype=dtype)
@@ -347,62 +358,66 @@ def test_gated(format: Format, seed: int, rows: int, inputs: int, size: int, who
     matrix = cpu.pack([weight], bias, format)
     got = swiglu(x, matrix)
     assert torch.equal(got, cpu.activation_and_mul(cpu.linear(x, matrix), "silu"))
-    close(got, reference.linear_activation_and_mul(x, reference.pack([weight], bias, format), "silu"), inputs)
+    assert_close(got, reference.linear_activation_and_mul(x, reference.pack([weight], bias, format), "silu"), inputs)
     cut = rows // 2
     assert torch.equal(got, torch.cat([swiglu(x[:cut], matrix), swiglu(x[cut:], matrix)]))
 
 
 @few
 @given(seed=seeds, rows=st.integers(1, 40), size=sizes, heads=st.integers(1, 5), dtype=dtypes)
-def test_norms(seed: int, rows: int, size: int, heads: int, dtype: torch.dtype) -> None:
+def test_norms_match_reference(seed: int, rows: int, size: int, heads: int, dtype: torch.dtype) -> None:
     weight = randn(seed, size, dtype=dtype)
     x, residual = randn(seed + 1, rows, size, dtype=dtype), randn(seed + 2, rows, size, dtype=dtype)
-    close(cpu.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
+    assert_close(cpu.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
     expected = reference.add_rms_norm(x, residual, weight, 1e-6)
     for ours, theirs in zip(cpu.add_rms_norm(x, residual.clone(), weight, 1e-6), expected, strict=True):
-        close(ours, theirs)
+        assert_close(ours, theirs)
     view = randn(seed + 3, rows, heads * size + 7, dtype=dtype)[:, 3 : 3 + heads * size].view(rows, heads, size)
-    close(cpu.rms_norm(view, weight, 1e-6), reference.rms_norm(view, weight, 1e-6))
+    assert_close(cpu.rms_norm(view, weight, 1e-6), reference.rms_norm(view, weight, 1e-6))
 
 
 @few
 @given(seed=seeds, rows=st.integers(1, 40), size=sizes, dtype=dtypes)
-def test_activation_functions(seed: int, rows: int, size: int, dtype: torch.dtype) -> None:
+def test_activations_match_reference(seed: int, rows: int, size: int, dtype: torch.dtype) -> None:
     both = randn(seed, rows, 2 * size, dtype=dtype) * 6
     for function in ACTIVATIONS:
-        close(cpu.activation(both[:, 1 : 1 + size], function), reference.activation(both[:, 1 : 1 + size], function))
+        x = both[:, 1 : 1 + size]
+        assert_close(cpu.activation(x, function), reference.activation(x, function))
     for function in (*ACTIVATIONS, *GATES):
-        close(cpu.activation_and_mul(both, function), reference.activation_and_mul(both, function))
+        assert_close(cpu.activation_and_mul(both, function), reference.activation_and_mul(both, function))
 
 
 @few
 @given(seed=seeds, tokens=st.integers(1, 40), heads=st.integers(1, 5), half=st.integers(1, 70), dtype=dtypes)
-def test_rope_and_gate(seed: int, tokens: int, heads: int, half: int, dtype: torch.dtype) -> None:
+def test_rope_and_silu_and_mul_match_reference(
+    seed: int, tokens: int, heads: int, half: int, dtype: torch.dtype
+) -> None:
     table, positions = randn(seed, 50, 2 * half), torch.randint(50, (tokens,))
     view = randn(seed, tokens, heads * 2 * half + 5, dtype=dtype)[:, : heads * 2 * half].view(tokens, heads, 2 * half)
-    close(cpu.rope(view, positions, table), reference.rope(view, positions, table))
+    assert_close(cpu.rope(view, positions, table), reference.rope(view, positions, table))
     gate_up = randn(seed, tokens, 2 * half, dtype=dtype) * 10
-    close(cpu.activation_and_mul(gate_up, "silu"), reference.activation_and_mul(gate_up, "silu"), 10)
+    assert_close(cpu.activation_and_mul(gate_up, "silu"), reference.activation_and_mul(gate_up, "silu"), 10)
 
 
 @few
 @given(seed=seeds, rows=st.integers(1, 40), size=sizes, heads=st.integers(1, 5), dtype=dtypes)
-def test_wide_norms(seed: int, rows: int, size: int, heads: int, dtype: torch.dtype) -> None:
-    """RMS norms whose weights are float32, and layer norms: alone, of a head's rows that lie apart, with weights of
-    each head's own."""
+def test_norms_with_float32_weights_match_reference(
+    seed: int, rows: int, size: int, heads: int, dtype: torch.dtype
+) -> None:
+    """RMS norms with float32 weights, and layer norms; also of strided rows of heads, and with a weight per head."""
     weight, bias, x, residual = (
         randn(seed + i, *shape) for i, shape in enumerate(((size,), (size,), (rows, size), (rows, size)))
     )
     x, residual = x.to(dtype), residual.to(dtype)
-    close(cpu.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
+    assert_close(cpu.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
     expected = reference.add_rms_norm(x, residual, weight, 1e-6)
     for ours, theirs in zip(cpu.add_rms_norm(x, residual.clone(), weight, 1e-6), expected, strict=True):
-        close(ours, theirs)
+        assert_close(ours, theirs)
     view = randn(seed + 4, rows, heads * size + 7, dtype=dtype)[:, 3 : 3 + heads * size].view(rows, heads, size)
-    close(cpu.rms_norm(view, weight, 1e-6), reference.rms_norm(view, weight, 1e-6))
-    close(cpu.layer_norm(x, weight, bias, 1e-5), reference.layer_norm(x, weight, bias, 1e-5))
-    own = randn(seed + 5, heads, size)
-    close(cpu.layer_norm(view, own, None, 1e-5), reference.layer_norm(view, own, None, 1e-5))
+    assert_close(cpu.rms_norm(view, weight, 1e-6), reference.rms_norm(view, weight, 1e-6))
+    assert_close(cpu.layer_norm(x, weight, bias, 1e-5), reference.layer_norm(x, weight, bias, 1e-5))
+    per_head = randn(seed + 5, heads, size)
+    assert_close(cpu.layer_norm(view, per_head, None, 1e-5), reference.layer_norm(view, per_head, None, 1e-5))
 
 
 @few
@@ -410,30 +425,30 @@ def test_wide_norms(seed: int, rows: int, size: int, heads: int, dtype: torch.dt
     seed=seeds, tokens=st.integers(1, 40), heads=st.integers(1, 5), dim=st.integers(1, 8), share=st.integers(0, 8),
     interleaved=st.booleans(), dtype=dtypes,
 )  # fmt: skip
-def test_other_ropes(
+def test_interleaved_and_partial_rope_match_reference(
     seed: int, tokens: int, heads: int, dim: int, share: int, interleaved: bool, dtype: torch.dtype
 ) -> None:
-    """Of neighbours, of part of a head, and of nothing."""
+    """Interleaved RoPE, partial RoPE, and RoPE of no dimension."""
     dim, rotary = 16 * dim, min(2 * share * dim, 16 * dim)
     table, positions = randn(seed, 50, rotary), torch.randint(50, (tokens,))
     view = randn(seed, tokens, heads * dim + 5, dtype=dtype)[:, : heads * dim].view(tokens, heads, dim)
-    close(cpu.rope(view, positions, table, interleaved), reference.rope(view, positions, table, interleaved))
+    assert_close(cpu.rope(view, positions, table, interleaved), reference.rope(view, positions, table, interleaved))
 
 
 @few
 @given(seed=seeds, rows=st.integers(1, 40), size=sizes, dtype=dtypes)
-def test_gates_and_factors(seed: int, rows: int, size: int, dtype: torch.dtype) -> None:
+def test_fused_activations_and_scale_match_reference(seed: int, rows: int, size: int, dtype: torch.dtype) -> None:
     x, weight = randn(seed, rows, 2 * size, dtype=dtype) * 10, randn(seed + 1, 128, 2 * size, dtype=dtype)
     matrix = cpu.pack([weight])
     for function in (*ACTIVATIONS, *GATES):
         product = cpu.activation_and_mul(cpu.linear(x, matrix), function)
         assert torch.equal(cpu.linear_activation_and_mul(x, matrix, function), product)
     for factor, cap in ((0.3, 0.0), (2.0, 5.0), (1.0, 30.0)):
-        close(cpu.scale(x, factor, cap), reference.scale(x, factor, cap), 10)
+        assert_close(cpu.scale(x, factor, cap), reference.scale(x, factor, cap), 10)
 
 
 def draw_batch(rng: Random, block_size: int, sequences: int) -> tuple[Batch, int, int]:
-    """Sequences that have some tokens cached and bring some; returns the batch, its tokens and the blocks there are."""
+    """A batch of sequences with cached and new tokens; returns the batch, its number of tokens, and of blocks."""
     lengths = [rng.randint(1, 150) for _ in range(sequences)]
     new = [rng.choice((1, rng.randint(1, length))) for length in lengths]
     needed = [-(-length // block_size) for length in lengths]
@@ -444,9 +459,9 @@ def draw_batch(rng: Random, block_size: int, sequences: int) -> tuple[Batch, int
         tables[i, :count] = torch.tensor([free.pop() for _ in range(count)])
     positions = [p for length, n in zip(lengths, new, strict=True) for p in range(length - n, length)]
     starts = [sum(new[:i]) for i in range(sequences + 1)]
-    wanted = [rng.choice((0, 1, 1, n)) for n in new]
-    chosen = [i for i, count in enumerate(wanted) if count]
-    rows = [row for i in chosen for row in range(starts[i + 1] - wanted[i], starts[i + 1])]
+    num_logits = [rng.choice((0, 1, 1, n)) for n in new]
+    chosen = [i for i, count in enumerate(num_logits) if count]
+    rows = [row for i in chosen for row in range(starts[i + 1] - num_logits[i], starts[i + 1])]
 
     def tensor(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32)
@@ -458,20 +473,23 @@ def draw_batch(rng: Random, block_size: int, sequences: int) -> tuple[Batch, int
         attention=AttentionMetadata(tensor(starts), tensor(lengths), tables),
         logits_indices=torch.tensor(rows, dtype=torch.int64),
         logits_attention=AttentionMetadata(
-            tensor([0, *accumulate(wanted[i] for i in chosen)]), tensor([lengths[i] for i in chosen]), tables[chosen]
+            tensor([0, *accumulate(num_logits[i] for i in chosen)]),
+            tensor([lengths[i] for i in chosen]),
+            tables[chosen],
         ),
     )
     return batch, len(positions), sum(needed)
 
 
 def fill(spec: KVSpec, batch: Batch, blocks: int, rng: Random, garbage: int = 255) -> tuple[Any, Any]:
-    """The reference's and the kernels' cache with the same keys and values; elsewhere garbage, as no numbers are."""
+    """Caches of the kernels and of the reference with the same keys and values, and garbage bytes in unused slots."""
     device = torch.device("cpu")
     ours, theirs = (ops.new_kv_cache([spec], blocks, device)[0] for ops in (cpu, reference))
     ours.data.fill_(garbage)
     for i, length in enumerate(batch.attention.seq_lens.tolist()):
-        at = torch.arange(length)
-        slots = batch.attention.block_tables[i].long()[at // spec.block_size] * spec.block_size + at % spec.block_size
+        positions = torch.arange(length)
+        blocks_of = batch.attention.block_tables[i].long()[positions // spec.block_size]
+        slots = blocks_of * spec.block_size + positions % spec.block_size
         k, v = (
             randn(rng.getrandbits(31), length, spec.kv_heads, spec.head_dim, dtype=getattr(torch, spec.dtype))
             for _ in "kv"
@@ -483,11 +501,11 @@ def fill(spec: KVSpec, batch: Batch, blocks: int, rng: Random, garbage: int = 25
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(seed=seeds)
-def test_attention(seed: int) -> None:
+def test_attention_matches_reference(seed: int) -> None:
     rng = Random(seed)
     kv_heads, sharing, dim = rng.randint(1, 3), rng.randint(1, 8), 16 * rng.randint(1, 9)
     dtype, block_size = rng.choice(DTYPES), 16 * rng.randint(1, 5)
-    spec = KVSpec(kv_heads, dim, NAMES[dtype], block_size, rng.choice(KEPT))
+    spec = KVSpec(kv_heads, dim, NAMES[dtype], block_size, rng.choice(KV_QUANTIZATIONS))
     batch, tokens, blocks = draw_batch(rng, block_size, rng.randint(1, 5))
     ours, theirs = fill(spec, batch, blocks, rng)
     q = randn(seed, tokens, kv_heads * sharing, dim, dtype=dtype)
@@ -504,19 +522,19 @@ def test_attention(seed: int) -> None:
         assert error.square().mean() < 4e-4 * expected.float().square().mean()
         assert error.abs().max() < 0.12
     else:
-        close(got, expected)
+        assert_close(got, expected)
 
 
 def columns(rows: int, first: int, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A tensor of ones, and some of its columns to write to."""
+    """A tensor of ones, and a view of some of its columns."""
     whole = torch.ones(rows, first + count + 5, dtype=dtype)
     return whole, whole[:, first : first + count]
 
 
 @few
 @given(seed=seeds, format=st.sampled_from([Format(), *FORMATS]))
-def test_results_are_written_where_they_are_wanted(seed: int, format: Format) -> None:
-    """As a rank does, whose outputs are some columns of what all ranks make; the same bits, and nothing beside them."""
+def test_ops_write_only_to_the_given_output(seed: int, format: Format) -> None:
+    """Ranks write their outputs to columns of a larger tensor: with the same bits, and without changing the rest."""
     rng = Random(seed)
     rows, inputs, outputs, first = rng.randint(1, 40), rng.randint(1, 100), 64 * rng.randint(1, 3), rng.randrange(9)
     x, weight = (randn(seed + i, n, inputs, dtype=torch.bfloat16) for i, n in enumerate((rows, 2 * outputs)))
@@ -538,14 +556,14 @@ def test_results_are_written_where_they_are_wanted(seed: int, format: Format) ->
         ):
             whole, part = columns(rows, first, width, x.dtype)
             expected, got = compute(None), compute(part)
-            part.copy_(got)  # which add_lora need not have done itself
+            part.copy_(got)  # add_lora need not write to it
             assert torch.equal(part, expected)
             part.fill_(1)
             assert whole.eq(1).all()
         ids, found = torch.randint(2 * outputs + 20, (rows,)), torch.ones(rows, inputs, dtype=x.dtype)
-        own = (ids >= 7) & (ids < 7 + 2 * outputs)
+        local = (ids >= 7) & (ids < 7 + 2 * outputs)
         module.embedding(ids, matrix, 7, found)
-        assert torch.equal(found[own], module.embedding(ids[own] - 7, matrix)) and found[~own].eq(1).all()
+        assert torch.equal(found[local], module.embedding(ids[local] - 7, matrix)) and found[~local].eq(1).all()
 
     for module, adapters in zip((cpu, reference), draw_adapters(rng, inputs, [2 * outputs], x.dtype, 3), strict=True):
         check(module, adapters)
@@ -553,8 +571,8 @@ def test_results_are_written_where_they_are_wanted(seed: int, format: Format) ->
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(seed=seeds)
-def test_results_do_not_depend_on_the_batch(seed: int) -> None:
-    """Every row, bit by bit: alone, in any cut of the batch, and with one thread or two."""
+def test_results_do_not_depend_on_batch_or_threads(seed: int) -> None:
+    """Every row has the same bits alone, in any split of the batch, and with one or two threads."""
     rng = Random(seed)
     dtype, rows = rng.choice(DTYPES), rng.randint(2, 300)
     matrix = cpu.pack([randn(seed, rng.randint(1, 200), rng.randint(1, 200), dtype=dtype)])
@@ -566,7 +584,7 @@ def test_results_do_not_depend_on_the_batch(seed: int) -> None:
     cpu.set_threads(2)
     assert torch.equal(whole, parts)
 
-    spec = KVSpec(2, 32, NAMES[dtype], 16, rng.choice(KEPT))
+    spec = KVSpec(2, 32, NAMES[dtype], 16, rng.choice(KV_QUANTIZATIONS))
     batch, tokens, blocks = draw_batch(rng, 16, 4)
     cache, _ = fill(spec, batch, blocks, rng)
     q = randn(seed, tokens, 6, 32, dtype=dtype)
@@ -585,10 +603,10 @@ def test_results_do_not_depend_on_the_batch(seed: int) -> None:
 
 @few
 @given(seed=seeds, format=st.sampled_from([Format(), *FORMATS]) | quantized)
-def test_a_captured_step_computes_what_its_calls_do(seed: int, format: Format) -> None:
-    """Every op in a row, for batches of any size, and again after others."""
+def test_captured_step_equals_its_calls(seed: int, format: Format) -> None:
+    """A step with every op, for batches of any size, and repeated after other batches."""
     rng = Random(seed)
-    spec = KVSpec(2, 16, "bfloat16", 16, rng.choice(KEPT))
+    spec = KVSpec(2, 16, "bfloat16", 16, rng.choice(KV_QUANTIZATIONS))
     shapes = ((50, 64), (128, 64), (64, 64), (256, 64), (64, 128))
 
     def pack(outputs: int, inputs: int) -> Any:
@@ -625,7 +643,7 @@ def test_a_captured_step_computes_what_its_calls_do(seed: int, format: Format) -
     batches = [draw_batch(rng, 16, rng.randint(1, 5)) for _ in range(3)]
     cache = fill(spec, batches[0][0], 60, rng, 0)[0]
     adapters, _ = draw_adapters(rng, 64, [64], torch.bfloat16, 3)
-    captured, adapted = (cpu.capture(step, CaptureOptions(600, 5, 10, use_lora=some)) for some in (False, True))
+    captured, with_lora = (cpu.capture(step, CaptureOptions(600, 5, 10, use_lora=lora)) for lora in (False, True))
     for batch, tokens, _ in [*batches, batches[0]]:
         batch.token_ids[:] = torch.randint(50, (tokens,))
         batch.slot_mapping[:] = torch.arange(tokens)
@@ -634,7 +652,7 @@ def test_a_captured_step_computes_what_its_calls_do(seed: int, format: Format) -
         assert torch.equal(captured(batch), expected)
         batch.lora_slots = torch.randint(-1, 3, (tokens,), dtype=torch.int32)
         batch.logits_lora_slots = batch.lora_slots[batch.logits_indices]
-        assert torch.equal(adapted(batch), step(batch))
+        assert torch.equal(with_lora(batch), step(batch))
         batch.lora_slots = batch.logits_lora_slots = None
     with pytest.raises(RuntimeError, match="contiguous"):
         cpu.capture(lambda b: cpu.linear(cpu.embedding(b.token_ids, vocabulary)[:, ::2], out), CaptureOptions(9, 1, 1))
@@ -642,30 +660,31 @@ def test_a_captured_step_computes_what_its_calls_do(seed: int, format: Format) -
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(seed=seeds)
-def test_kv_caches_are_exchanged(seed: int) -> None:
-    """Ranks with other heads and other blocks read from a transfer buffer what was stored, to the bit; and the bytes in
-    the buffer are those of the reference."""
+def test_kv_cache_export_and_import_match_reference(seed: int) -> None:
+    """Ranks with other heads and block sizes import exactly the exported keys and values, and the bytes in the transfer
+    buffer are those of the reference."""
     rng = Random(seed)
     heads, sharing, dim, tokens = rng.choice((2, 4)), rng.randint(1, 3), 16 * rng.randint(1, 9), rng.randint(1, 150)
-    dtype, quantization, slot_tokens = rng.choice(DTYPES), rng.choice(KEPT), rng.choice((16, 48, 64))
+    dtype, quantization, slot_tokens = rng.choice(DTYPES), rng.choice(KV_QUANTIZATIONS), rng.choice((16, 48, 64))
     sent, slots = rng.randint(1, tokens), -(-tokens // slot_tokens)
     numbers = torch.tensor(rng.sample(range(slots + 2), slots))
-    at = torch.arange(tokens)
-    places = numbers[at // slot_tokens] * slot_tokens + at % slot_tokens
+    positions = torch.arange(tokens)
+    places = numbers[positions // slot_tokens] * slot_tokens + positions % slot_tokens
     places[sent:] = -1
     k, v = (randn(seed + i, tokens, heads, dim, dtype=dtype) for i in range(2))
     k[rng.randrange(tokens)] = 0
     q = randn(seed + 2, tokens, heads * sharing, dim, dtype=dtype)[:sent]
 
     class Instance:
-        """The caches of some ranks, each with heads of its own; more ranks than heads share them."""
+        """Caches of some ranks, each with a shard of the heads; if ranks outnumber heads, ranks share them."""
 
         def __init__(self, ops: Any, ranks: int, block_size: int) -> None:
-            self.ops, own, blocks = ops, max(heads // ranks, 1), -(-tokens // block_size)
+            self.ops, local_heads, blocks = ops, max(heads // ranks, 1), -(-tokens // block_size)
             self.table = torch.tensor([rng.sample(range(blocks), blocks)], dtype=torch.int32)
-            self.slots = self.table[0].long()[at // block_size] * block_size + at % block_size
-            self.shards = [slice(first, first + own) for first in (heads * rank // ranks for rank in range(ranks))]
-            spec, other = KVSpec(own, dim, NAMES[dtype], block_size, quantization), KVSpec(3, 32, "float32")
+            self.slots = self.table[0].long()[positions // block_size] * block_size + positions % block_size
+            firsts = (heads * rank // ranks for rank in range(ranks))
+            self.shards = [slice(first, first + local_heads) for first in firsts]
+            spec, other = KVSpec(local_heads, dim, NAMES[dtype], block_size, quantization), KVSpec(3, 32, "float32")
             layout = transfer_layouts([other, replace(spec, kv_heads=heads), other], slot_tokens)[1]
             self.layouts = [replace(layout, first_head=shard.start) for shard in self.shards]
             self.caches = [ops.new_kv_cache([spec], blocks, k.device)[0] for _ in self.shards]
@@ -691,9 +710,12 @@ def test_kv_caches_are_exchanged(seed: int) -> None:
             queries = (q[:, shard.start * sharing : shard.stop * sharing] for shard in self.shards)
             return [
                 self.ops.attention(
-                    own.contiguous(), cache, AttentionMetadata(starts, lengths, self.table), AttentionOptions(dim**-0.5)
+                    part.contiguous(),
+                    cache,
+                    AttentionMetadata(starts, lengths, self.table),
+                    AttentionOptions(dim**-0.5),
                 )
-                for own, cache in zip(queries, self.caches, strict=True)
+                for part, cache in zip(queries, self.caches, strict=True)
             ]
 
     def draw() -> tuple[int, int]:
@@ -717,16 +739,16 @@ def test_kv_caches_are_exchanged(seed: int) -> None:
     for instance in (receiver, other):
         instance.import_from(buffer)
         assert torch.equal(instance.exported(), buffer)
-    for got, wanted in zip(receiver.attention(), expected.attention(), strict=True):
-        assert torch.equal(got, wanted)
+    for outputs in zip(receiver.attention(), expected.attention(), strict=True):
+        assert torch.equal(*outputs)
 
 
 @few
 @given(seed=seeds)
-def test_a_captured_step_exports_keys_and_values(seed: int) -> None:
-    """Of the tokens that each batch names, layer by layer; other batches leave buffer and progress as they are."""
+def test_captured_step_exports_kv_of_given_tokens(seed: int) -> None:
+    """A step exports the tokens in ``export_places``, layer by layer; otherwise buffer and progress are unchanged."""
     rng = Random(seed)
-    spec, slots = KVSpec(2, 16, "bfloat16", 32, rng.choice(KEPT)), 6
+    spec, slots = KVSpec(2, 16, "bfloat16", 32, rng.choice(KV_QUANTIZATIONS)), 6
     vocabulary = cpu.pack([randn(seed, 50, 64, dtype=torch.bfloat16)])
     caches, layouts = cpu.new_kv_cache([spec] * 2, 40, torch.device("cpu")), transfer_layouts([spec] * 2, 16)
     buffer, progress = torch.zeros(slots * layouts[0].slot_bytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
@@ -762,9 +784,9 @@ def test_a_captured_step_exports_keys_and_values(seed: int) -> None:
 
 
 def draw_adapters(rng: Random, inputs: int, sizes: list[int], dtype: torch.dtype, slots: int) -> tuple[Any, Any]:
-    """A layer's adapters, of some or all of its matrices: the kernels' and the reference's."""
-    given = slots, inputs, sum(sizes), 70 * len(sizes), dtype, torch.device("cpu")
-    ours, theirs = cpu.new_lora_slots(*given), reference.new_lora_slots(*given)
+    """LoRA slots of a layer for the kernels and the reference, with adapters of some or all of its matrices."""
+    shape = slots, inputs, sum(sizes), 70 * len(sizes), dtype, torch.device("cpu")
+    ours, theirs = cpu.new_lora_slots(*shape), reference.new_lora_slots(*shape)
     firsts = [sum(sizes[:i]) for i in range(len(sizes))]
     for slot in range(slots):
         parts = [
@@ -786,8 +808,8 @@ def draw_adapters(rng: Random, inputs: int, sizes: list[int], dtype: torch.dtype
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(seed=seeds, dtype=dtypes)
-def test_adapters(seed: int, dtype: torch.dtype) -> None:
-    """Rows of several adapters and of none, in any order: each as if it were alone."""
+def test_lora_matches_reference_in_any_batch(seed: int, dtype: torch.dtype) -> None:
+    """Rows with several adapters and with none, in any order, have the same bits as alone."""
     rng = Random(seed)
     rows, inputs, sizes = (
         rng.randint(1, 300),
@@ -798,7 +820,7 @@ def test_adapters(seed: int, dtype: torch.dtype) -> None:
     x, out = randn(seed, rows, inputs, dtype=dtype), randn(seed + 1, rows, sum(sizes), dtype=dtype)
     slots = torch.tensor([rng.randint(-1, 3) for _ in range(rows)], dtype=torch.int32)
     got = cpu.add_lora(out.clone(), x, ours, slots)
-    close(got, reference.add_lora(out.clone(), x, theirs, slots), 10)
+    assert_close(got, reference.add_lora(out.clone(), x, theirs, slots), 10)
     assert torch.equal(got[slots < 0], out[slots < 0])
     cut = rng.randint(0, rows)
     shuffled = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
@@ -809,19 +831,19 @@ def test_adapters(seed: int, dtype: torch.dtype) -> None:
     assert torch.equal(cpu.add_lora(out.clone(), x, ours, slots)[slots == 0], out[slots == 0])
 
 
-def test_values_that_are_no_numbers_stay_in_their_row() -> None:
+def test_nan_and_infinity_affect_only_their_row() -> None:
     weight, x = randn(0, 70, 40, dtype=torch.bfloat16), randn(1, 5, 40, dtype=torch.bfloat16)
     for format in FORMATS:
         matrix = cpu.pack([weight], None, format)
-        spoiled = x.clone()
-        spoiled[1, 3], spoiled[2, 5], spoiled[3] = float("nan"), float("inf"), 1e-38
-        expected, got = cpu.linear(x, matrix), cpu.linear(spoiled, matrix)
+        changed = x.clone()
+        changed[1, 3], changed[2, 5], changed[3] = float("nan"), float("inf"), 1e-38
+        expected, got = cpu.linear(x, matrix), cpu.linear(changed, matrix)
         assert torch.equal(got[[0, 4]], expected[[0, 4]])
         assert not got[[1, 2]].isfinite().any()
         assert got[3].abs().max() < 1e-30
 
 
-def test_what_the_kernels_cannot_do_is_refused() -> None:
+def test_unsupported_formats_are_refused() -> None:
     with pytest.raises(ValueError, match="multiple of 8"):
         Format(4, 20, 8)
     with pytest.raises(PenstockError, match="multiple of 16"):

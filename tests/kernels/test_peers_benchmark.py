@@ -1,4 +1,4 @@
-"""``benchmarks/peers``: what its tables say of measured times."""
+"""Tables of ``benchmarks/peers`` for given times."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_penstock_with_a_peers_file_is_no_peer(peers: ModuleType, tmp_path: Path) -> None:
+def test_ratio_excludes_penstock_with_a_peers_file_format(peers: ModuleType, tmp_path: Path) -> None:
     work = (1, 512, 1)
     times = {"Penstock": 2.0, "llama.cpp": 6.0, "Penstock (GGUF file)": 1.0}  # seconds
     seconds = {f"{name} int8": {work: [taken] * 3} for name, taken in times.items()}
@@ -35,6 +35,6 @@ def test_penstock_with_a_peers_file_is_no_peer(peers: ModuleType, tmp_path: Path
     *_, head, _, row = peers.table(rates, seconds, LIMITS, ["int8"]).splitlines()
     assert head == "| tokens/s | Penstock | llama.cpp | Penstock (GGUF file) | ratio to the best |"
     assert row == "| prefill 512 | 256 | 85 | 512 | 3.00 |"
-    named = {name: {"prefill 512": found[work]} for name, found in rates.items()}
-    peers.draw(tmp_path / "rates.png", named, ["int8"])
+    bars = {name: {"prefill 512": found[work]} for name, found in rates.items()}
+    peers.draw(tmp_path / "rates.png", bars, ["int8"])
     assert (tmp_path / "rates.png").stat().st_size > 1000

@@ -1,4 +1,4 @@
-"""Philox against the test vectors of its authors."""
+"""The Philox random number generator, compared with the test vectors of its authors."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from penstock.engine.worker.philox import philox, uniform
         ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
     ],
 )
-def test_known_answers(counter: str, key: str, expected: str) -> None:
-    def words(text: str) -> np.ndarray:
+def test_philox_matches_published_vectors(counter: str, key: str, expected: str) -> None:
+    def array(text: str) -> np.ndarray:
         return np.array([[int(word, 16) for word in text.split()]], np.uint32)
 
-    assert (philox(words(key), words(counter)) == words(expected)).all()
+    assert (philox(array(key), array(counter)) == array(expected)).all()
 
 
 @given(
@@ -30,7 +30,7 @@ def test_known_answers(counter: str, key: str, expected: str) -> None:
         st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 127)), min_size=1, max_size=20
     )
 )
-def test_a_draw_depends_on_its_own_place_only(draws: list[tuple[int, int, int]]) -> None:
+def test_draw_depends_only_on_seed_position_and_sequence(draws: list[tuple[int, int, int]]) -> None:
     def numbers(chosen: list[tuple[int, int, int]]) -> list[float]:
         seeds, positions, sequences = zip(*chosen, strict=True)
         return uniform(
@@ -42,7 +42,7 @@ def test_a_draw_depends_on_its_own_place_only(draws: list[tuple[int, int, int]])
     assert all(0 <= number < 1 for number in together)
 
 
-def test_draws_are_spread_evenly() -> None:
+def test_draws_are_uniform() -> None:
     numbers = uniform(np.full(20_000, 7, np.uint64), np.arange(20_000, dtype=np.uint32), np.zeros(20_000, np.uint32))
     counts = np.histogram(numbers, 20, (0, 1))[0]
     assert ((counts - 1000) ** 2 / 1000).sum() < 45  # chi-squared, 19 degrees of freedom: passed by 99.9 %

@@ -1,4 +1,4 @@
-"""The portable kernels compiled for other processors, under emulation; for this machine where none is installed."""
+"""The portable kernels compiled for other processors and run in an emulator; without one, compiled for this machine."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ FLAGS = [
 
 
 EMULATED = [("aarch64-linux-gnu-g++", "qemu-aarch64")]
-"""Compiler and emulator of other processors (Debian's packages are in tests/apt.txt)."""
+"""Compilers and emulators of other processors (Debian packages in tests/apt.txt)."""
 AVAILABLE = [(compiler, [run]) for compiler, run in EMULATED if shutil.which(compiler) and shutil.which(run)]
 
 
 @pytest.mark.parametrize("compiler, emulator", AVAILABLE or [("g++", [])])
-def test_portable_kernels_compute_what_plain_loops_do(compiler: str, emulator: list[str]) -> None:
-    """A source that has not changed, nor any that it includes, is not compiled again."""
+def test_portable_kernels_match_plain_loops(compiler: str, emulator: list[str]) -> None:
     CACHE.mkdir(parents=True, exist_ok=True)
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, text=True).stdout
 
-    def compiled(source: Path) -> str:
+    def compile_cached(source: Path) -> str:
+        """Compile a source, unless its preprocessed text is unchanged."""
         command = [compiler, *FLAGS, str(source)]
-        whole = subprocess.run([*command, "-E"], check=True, capture_output=True).stdout
-        target = CACHE / f"{source.stem}-{sha256(f'{version}{command}'.encode() + whole).hexdigest()[:20]}.o"
+        preprocessed = subprocess.run([*command, "-E"], check=True, capture_output=True).stdout
+        target = CACHE / f"{source.stem}-{sha256(f'{version}{command}'.encode() + preprocessed).hexdigest()[:20]}.o"
         if not target.exists():
             part = target.with_suffix(f".{os.getpid()}")
             done = subprocess.run([*command, "-c", "-o", str(part)], capture_output=True, text=True)
@@ -53,11 +53,11 @@ def test_portable_kernels_compute_what_plain_loops_do(compiler: str, emulator: l
         return str(target)
 
     with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(compiled, SOURCES))
+        objects = list(pool.map(compile_cached, SOURCES))
     for stale in set(CACHE.glob("*.o")) - set(map(Path, objects)):
         stale.unlink()
     with TemporaryDirectory() as folder:
         program = str(Path(folder, "check"))
         subprocess.run([compiler, "-static", *objects, "-o", program], check=True)
-        ran = subprocess.run([*emulator, program], capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+        result = subprocess.run([*emulator, program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr

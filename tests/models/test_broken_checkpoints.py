@@ -1,4 +1,4 @@
-"""Drawn faults of checkpoints of all formats: each is told in one sentence, and no code of a file runs."""
+"""Random faults in checkpoints of all formats: each raises a one-line error, and no code in a file runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ODD: list[Any] = [
 
 
 class Bomb:
-    """Leaves a file where it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -79,7 +79,7 @@ def wrong_dtype(rng: Random, folder: Path) -> None:
 def not_finite(rng: Random, folder: Path) -> None:
     def spoil(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         scales = ("scale", "scales", "scale_inv", "SCB", "absmax")
-        name = one_of(rng, tensors, lambda name, one: name.endswith(scales) and one.is_floating_point())
+        name = one_of(rng, tensors, lambda name, tensor: name.endswith(scales) and tensor.is_floating_point())
         spoilt = tensors[name].float().clone()
         spoilt.view(-1)[rng.randrange(spoilt.numel())] = rng.choice([float("nan"), float("inf"), -float("inf")])
         return tensors | {name: spoilt}
@@ -106,10 +106,10 @@ def noise_in_header(rng: Random, folder: Path) -> None:
 
 
 def noise_in_tensors(rng: Random, folder: Path) -> None:
-    """Indices out of range, descriptions that are none, integers and numbers of any bits."""
+    """Set random bytes: indices out of range, invalid descriptions, arbitrary numbers."""
 
     def spoil(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        name = one_of(rng, tensors, lambda name, one: one.dim() > 0)
+        name = one_of(rng, tensors, lambda name, tensor: tensor.dim() > 0)
         raw = tensors[name].contiguous().view(torch.uint8).clone()
         for _ in range(rng.randrange(1, 20)):
             raw.view(-1)[rng.randrange(raw.numel())] = rng.randrange(256)
@@ -119,7 +119,7 @@ def noise_in_tensors(rng: Random, folder: Path) -> None:
 
 
 def odd_config(rng: Random, folder: Path) -> None:
-    """A field of ``quantization_config``, or within it, has another value."""
+    """Change a field of ``quantization_config``, at any depth."""
     config = json.loads((folder / CONFIG).read_text())
     place = config["quantization_config"]
     while True:
@@ -132,7 +132,7 @@ def odd_config(rng: Random, folder: Path) -> None:
 
 
 def odd_field(rng: Random, folder: Path) -> None:
-    """A field of ``config.json``, or of an object in it, has another value or is not there."""
+    """Change or remove a field of ``config.json``, or of an object in it."""
     config = json.loads((folder / CONFIG).read_text())
     place, key = config, rng.choice(sorted(config))
     if isinstance(place[key], dict) and place[key] and rng.random() < 0.8:
@@ -171,13 +171,15 @@ def pickled_code(rng: Random, folder: Path) -> None:
 
 
 BREAK = (missing, wrong_shape, wrong_dtype, not_finite, truncated, bad_header, unknown_method, bad_index, pickled_code)
-"""Faults that no checkpoint is loaded with."""
+"""Faults with which no checkpoint is loaded."""
 ALTER = (noise_in_header, noise_in_tensors, odd_config, odd_field)
-"""Changes that may leave a checkpoint that can be loaded."""
+"""Changes after which a checkpoint may still be loaded."""
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Function from the kind of quantization to the folder of a valid checkpoint."""
+
     @cache
     def folder(kind: str) -> Path:
         path = tmp_path_factory.mktemp("whole")
@@ -188,11 +190,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize("seed", range(DRAWS))
-def test_a_broken_checkpoint_is_told_in_one_sentence(seed: int, made: Callable[[str], Path], tmp_path: Path) -> None:
+def test_broken_checkpoint_raises_one_line_error(seed: int, checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
     rng = Random(seed)
     kinds, faults = sorted(KINDS), (*BREAK, *ALTER)
     fault = faults[seed % len(faults)]
-    folder = shutil.copytree(made(rng.choice(kinds)), tmp_path / "broken")
+    folder = shutil.copytree(checkpoints(rng.choice(kinds)), tmp_path / "broken")
     fault(rng, folder)
     error = None
     try:

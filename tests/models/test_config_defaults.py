@@ -1,4 +1,4 @@
-"""Fields that ``config.json`` leaves out have the values of transformers' configuration classes, for every family."""
+"""Fields missing from ``config.json`` have the defaults of transformers' configuration classes, for every family."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from penstock.planning.model_size import model_size_of
 from penstock.text import Tokenizer
 
 DRAWS = int(os.environ.get("PENSTOCK_DEFAULT_DRAWS", "40"))
-"""Configurations of each family in the thorough test."""
+"""Number of configurations per family in the thorough test."""
 KEPT = ("model_type", "architectures", "transformers_version", "dtype")
 WHISPER = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4, "vocab_size": 300}
 DRAFTING = ("num_nextn_predict_layers", "num_mtp_layers")
-"""Fields without defaults: layers that only drafting uses are in the files that name them."""
+"""Fields without a default: a checkpoint has drafting layers only if ``config.json`` names them."""
 VISION = ("image_token_id", "image_token_index", "video_token_id", "vision_config", "mm_tokens_per_image")
-"""Fields that more than ``ModelConfig`` depends on."""
+"""Fields that code other than ``ModelConfig`` reads, too."""
 UNREAD = (
     *("_sliding_window_pattern", "initializer_range", "initializer_factor", "init_std", "layer_scale_init_value"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "num_labels", "use_cache"),
@@ -74,7 +74,7 @@ CONFIGS: dict[str, Callable[[Random], PreTrainedConfig]] = {
 
 
 def whole(config: PreTrainedConfig) -> dict[str, Any]:
-    """``config.json`` with every field, as transformers resolves them where a model is built."""
+    """``config.json`` with every field, as transformers resolves it when it builds a model."""
     text = config.get_text_config(decoder=True) if config.model_type != "whisper" else config
     if getattr(text, "rope_parameters", None):
         text.standardize_rope_params()
@@ -91,7 +91,7 @@ def drawn(family: str, seed: int) -> dict[str, Any]:
 
 
 def resolved(raw: dict[str, Any], folder: Path) -> tuple[dict[str, Any], Any, dict[str, Any]]:
-    """What Penstock makes of a ``config.json``: the model's configuration, its size, and fields of images."""
+    """Results of reading a ``config.json``: fields of the model's configuration, its size, and fields of images."""
     (folder / "config.json").write_text(json.dumps(raw))
     made, complete = read_config(folder), read_config_json(folder)
     fields = {each.name: getattr(made, each.name) for each in dataclasses.fields(ModelConfig) if each.name != "raw"}
@@ -100,11 +100,11 @@ def resolved(raw: dict[str, Any], folder: Path) -> tuple[dict[str, Any], Any, di
     fields.pop("local_rope_parameters")
     vision = {name: complete.get(name) for name in VISION}
     if vision["vision_config"]:
-        vision["vision_config"] = {k: v for k, v in vision["vision_config"].items() if k in read_names(vision)}
+        vision["vision_config"] = {k: v for k, v in vision["vision_config"].items() if k in vision_tower_fields()}
     return fields, model_size_of(complete), vision
 
 
-def read_names(vision: dict[str, Any]) -> frozenset[str]:
+def vision_tower_fields() -> frozenset[str]:
     """Names of fields that a vision tower reads."""
     names = "depth embed_dim hidden_size intermediate_size num_heads num_attention_heads num_hidden_layers patch_size"
     names += " image_size hidden_act mlp_ratio spatial_merge_size temporal_patch_size temporal_merge_size window_size"
@@ -113,7 +113,7 @@ def read_names(vision: dict[str, Any]) -> frozenset[str]:
 
 
 def places(raw: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The path of each field, those of nested configurations among them."""
+    """Path of each field, including those of nested configurations."""
     found: list[tuple[str, ...]] = []
     for name, value in raw.items():
         if name in KEPT or name in UNREAD:
@@ -135,11 +135,11 @@ def without(raw: dict[str, Any], *paths: tuple[str, ...]) -> dict[str, Any]:
 
 
 def compare(raw: dict[str, Any], folder: Path) -> bool:
-    """Whether a ``config.json`` means the same as the one in which transformers has filled in all fields; False where
+    """Check that a ``config.json`` has the same meaning after transformers has filled in all fields. Returns False if
     transformers refuses it."""
     try:
         explicit = whole(class_of(raw["model_type"]).from_dict(copy.deepcopy(raw)))
-    except Exception:  # of its own kinds
+    except Exception:  # transformers raises errors of many classes
         return False
     explicit["architectures"] = raw["architectures"]
     for name in DRAFTING:
@@ -147,27 +147,27 @@ def compare(raw: dict[str, Any], folder: Path) -> bool:
             explicit.pop(name, None)
     text = raw.get("text_config") or {}
     if raw.get("tie_word_embeddings") is None and text.get("tie_word_embeddings") is False:
-        explicit["tie_word_embeddings"] = False  # which the library does not read there; the weights decide
+        explicit["tie_word_embeddings"] = False  # transformers does not read it there; the weights decide
     try:
-        wanted: Any = resolved(explicit, folder)
-    except PenstockError as error:  # of sizes that do not fit together
+        expected: Any = resolved(explicit, folder)
+    except PenstockError as error:  # inconsistent sizes
         with pytest.raises(PenstockError):
             resolved(raw, folder)
         assert "lacks" not in str(error)
         return True
     found = resolved(raw, folder)
-    for ours, theirs in zip(found, wanted, strict=True):
+    for ours, theirs in zip(found, expected, strict=True):
         assert ours == theirs
     return True
 
 
-def test_the_table_holds_the_defaults_of_transformers() -> None:
-    """``python tests/support/config_classes.py`` writes it anew."""
+def test_table_of_defaults_is_up_to_date() -> None:
+    """``python tests/support/config_classes.py`` rewrites the table."""
     assert TABLE.read_text() == format_table(table())
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_missing_field_has_the_default_of_the_class(family: str, tmp_path: Path) -> None:
+def test_missing_field_has_the_default_of_transformers(family: str, tmp_path: Path) -> None:
     raw, rng = drawn(family, 0), Random(family)
     fields = places(raw)
     compared = [compare(without(raw, field), tmp_path) for field in rng.sample(fields, min(len(fields), 8))]
@@ -176,14 +176,14 @@ def test_a_missing_field_has_the_default_of_the_class(family: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_config_of_nothing_but_its_class_has_all_defaults(family: str, tmp_path: Path) -> None:
+def test_config_with_only_model_type_has_the_defaults(family: str, tmp_path: Path) -> None:
     raw = drawn(family, 0)
     assert compare({name: raw[name] for name in ("model_type", "architectures")}, tmp_path)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", CONFIGS)
-def test_every_missing_field_has_the_default_of_the_class(family: str, tmp_path: Path) -> None:
+def test_every_missing_field_has_the_default_of_transformers(family: str, tmp_path: Path) -> None:
     for seed in range(DRAWS):
         raw, rng = drawn(family, seed), Random(f"{family} {seed}")
         fields = places(raw)
@@ -211,8 +211,8 @@ SAMPLE = (
 PROMPT = [Random(0).randrange(2, 300) for _ in range(170)]
 
 
-def check_logits(family: str, seed: int, folder: Path) -> None:
-    """A model of random weights whose ``config.json`` has sizes alone."""
+def check_logprobs(family: str, seed: int, folder: Path) -> None:
+    """Compare log probabilities of a random model whose ``config.json`` has only sizes."""
     raw = drawn(family, seed)
     short = {name: value for name, value in raw.items() if value and (name in SIZES or name.endswith(SIZED))}
     short |= {"max_position_embeddings": 256, "pad_token_id": 0}
@@ -224,32 +224,32 @@ def check_logits(family: str, seed: int, folder: Path) -> None:
     (output,) = llm.generate([PROMPT], params, use_tqdm=False)
     with torch.inference_mode():
         table = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
-    told = [found.logprob for position in (output.prompt_logprobs or [])[1:] for found in (position or {}).values()]
-    assert told == pytest.approx(table[range(len(PROMPT) - 1), PROMPT[1:]].tolist(), abs=1e-3)
+    reported = [found.logprob for position in (output.prompt_logprobs or [])[1:] for found in (position or {}).values()]
+    assert reported == pytest.approx(table[range(len(PROMPT) - 1), PROMPT[1:]].tolist(), abs=1e-3)
 
 
 @pytest.mark.parametrize("family", SAMPLE)
-def test_logits_of_a_config_with_sizes_alone_equal_the_librarys(family: str, tmp_path: Path) -> None:
-    check_logits(family, 0, tmp_path)
+def test_logprobs_with_only_sizes_in_config_match_transformers(family: str, tmp_path: Path) -> None:
+    check_logprobs(family, 0, tmp_path)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", families.FAMILIES | families.WITH_EXPERTS)
-def test_logits_of_drawn_configs_with_sizes_alone_equal_the_librarys(family: str, tmp_path: Path) -> None:
+def test_logprobs_of_drawn_configs_with_only_sizes_match_transformers(family: str, tmp_path: Path) -> None:
     for seed in range(1, 4):
-        check_logits(family, seed, tmp_path / str(seed))
+        check_logprobs(family, seed, tmp_path / str(seed))
 
 
-def test_the_text_config_of_a_language_model_has_the_defaults_of_its_class(tmp_path: Path) -> None:
-    """A composite's ``config.json`` whose architecture is that of its language model."""
+def test_nested_text_config_has_the_defaults_of_its_class(tmp_path: Path) -> None:
+    """``config.json`` of a composite model that names the architecture of its language model."""
     text = drawn("Gemma3", 0)
     del text["rope_parameters"]
     nested = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3", "text_config": text}
     assert resolved(nested, tmp_path) == resolved(text, tmp_path)
 
 
-def test_a_pooler_has_the_defaults_of_the_class(tmp_path: Path) -> None:
-    """``type_vocab_size`` of BERT, which tells the two texts of a pair apart."""
+def test_missing_type_vocab_size_of_bert_has_its_default(tmp_path: Path) -> None:
+    """``type_vocab_size`` distinguishes the two texts of a pair."""
     raw = drawn("bert", 0) | {"architectures": ["BertForSequenceClassification"]}
     (tmp_path / "config.json").write_text(json.dumps(without(raw, ("type_vocab_size",))))
     assert read_pooler(tmp_path, ModelOptions(), Tokenizer(demo.CHAT)).token_types
@@ -269,8 +269,8 @@ BROKEN = [
 ]
 
 
-def check_told(raw: dict[str, Any], folder: Path) -> None:
-    """A broken ``config.json`` is refused in one sentence, by all that read it."""
+def check_errors(raw: dict[str, Any], folder: Path) -> None:
+    """Every reader of a broken ``config.json`` accepts it, or raises ``PenstockError`` with one line."""
     (folder / "config.json").write_text(json.dumps(raw))
     readers: list[Callable[[], Any]] = [
         lambda: read_config(folder),
@@ -295,21 +295,21 @@ def with_odd_values(raw: dict[str, Any], rng: Random) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("family", "fields"), BROKEN)
-def test_a_value_of_the_wrong_kind_is_told(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
-    check_told(drawn(family, 0) | fields, tmp_path)
+def test_value_of_the_wrong_type_raises_one_line_error(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    check_errors(drawn(family, 0) | fields, tmp_path)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_drawn_values_of_the_wrong_kind_are_told(family: str, tmp_path: Path) -> None:
+def test_drawn_values_of_the_wrong_type_raise_one_line_errors(family: str, tmp_path: Path) -> None:
     raw, rng = drawn(family, 0), Random(family)
     for _ in range(10):
-        check_told(with_odd_values(raw, rng), tmp_path)
+        check_errors(with_odd_values(raw, rng), tmp_path)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", CONFIGS)
-def test_many_values_of_the_wrong_kind_are_told(family: str, tmp_path: Path) -> None:
+def test_many_values_of_the_wrong_type_raise_one_line_errors(family: str, tmp_path: Path) -> None:
     for seed in range(DRAWS):
         raw, rng = drawn(family, seed), Random(f"odd {family} {seed}")
         for _ in range(25):
-            check_told(with_odd_values(raw, rng), tmp_path)
+            check_errors(with_odd_values(raw, rng), tmp_path)

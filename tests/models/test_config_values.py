@@ -1,4 +1,4 @@
-"""Values of ``config.json`` that differ in meaning between families, or between layers."""
+"""Values of ``config.json`` that differ in meaning between families, or differ between layers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LATENT = {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "kv_
 LATENT |= {"num_key_value_heads": 4}
 EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 32}
 GEMMAS: dict[str, PreTrainedConfig] = {
-    "Gemma, whose gelu is the approximation": GemmaConfig(**SMALL, head_dim=16, hidden_act="gelu"),
+    "Gemma, gelu is the tanh approximation": GemmaConfig(**SMALL, head_dim=16, hidden_act="gelu"),
     "Gemma, relu": GemmaConfig(**SMALL, head_dim=16, hidden_act="relu"),
     "Gemma 2, exact": Gemma2Config(**SMALL, head_dim=16, hidden_activation="gelu"),
     "Gemma 2": Gemma2Config(**SMALL, head_dim=16),
@@ -54,21 +54,21 @@ def write(folder: Path, **fields: Any) -> None:
 
 
 def check(folder: Path, model: Any, **options: Any) -> None:
-    """The library's log probabilities of a prompt."""
+    """Compare log probabilities of a prompt with transformers."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     (output,) = LLM(folder, **OPTIONS | options).generate([PROMPT], params, use_tqdm=False)
     with torch.inference_mode():
         table = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
-    told = [found.logprob for position in (output.prompt_logprobs or [])[1:] for found in (position or {}).values()]
-    assert told == pytest.approx(table[range(len(PROMPT) - 1), PROMPT[1:]].tolist(), abs=1e-4)
+    reported = [found.logprob for position in (output.prompt_logprobs or [])[1:] for found in (position or {}).values()]
+    assert reported == pytest.approx(table[range(len(PROMPT) - 1), PROMPT[1:]].tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize("name", GEMMAS)
-def test_the_activation_of_a_gemma_is_the_one_of_its_class(name: str, tmp_path: Path) -> None:
+def test_activation_of_gemma_matches_transformers(name: str, tmp_path: Path) -> None:
     check(tmp_path, save(GEMMAS[name], tmp_path))
 
 
-def test_moe_layer_freq_may_mark_each_layer(tmp_path: Path) -> None:
+def test_moe_layer_freq_may_list_all_layers(tmp_path: Path) -> None:
     model = save(DeepseekV3Config(**SMALL | LATENT, **EXPERTS, first_k_dense_replace=1), tmp_path)
     plain, size = read_config(tmp_path), model_size_of(read_config_json(tmp_path))
     write(tmp_path, first_k_dense_replace=0, moe_layer_freq=[0, 1, 1])
@@ -83,7 +83,7 @@ def test_moe_layer_freq_may_mark_each_layer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "message"),
     [
         ({"sliding_window": [16, None, 16]}, "for each layer; a single value for all layers is supported"),
         ({"rope_parameters": {"rope_theta": [1e4, 1e5, 1e4]}}, "a rope_theta for each layer"),
@@ -91,12 +91,12 @@ def test_moe_layer_freq_may_mark_each_layer(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("model_impl", ["penstock", "auto"])
-def test_numbers_of_each_layer_are_refused_by_name(
-    fields: dict[str, Any], words: str, model_impl: Any, tmp_path: Path
+def test_unsupported_value_per_layer_is_refused(
+    fields: dict[str, Any], message: str, model_impl: Any, tmp_path: Path
 ) -> None:
     save(MistralConfig(**SMALL), tmp_path)
     write(tmp_path, **fields)
-    with pytest.raises(PenstockError, match=words):
+    with pytest.raises(PenstockError, match=message):
         read_config(tmp_path, model_impl)
 
 
@@ -110,21 +110,21 @@ ODD_HEADS: dict[str, PreTrainedConfig] = {
 
 
 @pytest.mark.parametrize("name", ODD_HEADS)
-def test_heads_of_any_even_size_are_computed(name: str, tmp_path: Path) -> None:
+def test_heads_of_any_even_size_match_transformers(name: str, tmp_path: Path) -> None:
     model = save(ODD_HEADS[name], tmp_path)
     check(tmp_path, model, max_num_batched_tokens=25, max_model_len=128)
-    size, made = model_size_of(read_config_json(tmp_path)), read_config(tmp_path)
-    assert size.kv_dim == made.head_dim == -(-made.checkpoint_head_dim // 16) * 16
+    size, config = model_size_of(read_config_json(tmp_path)), read_config(tmp_path)
+    assert size.kv_dim == config.head_dim == -(-config.checkpoint_head_dim // 16) * 16
 
 
-def test_norms_on_heads_of_odd_sizes_are_left_to_transformers(tmp_path: Path) -> None:
+def test_qk_norms_with_padded_heads_run_only_with_transformers(tmp_path: Path) -> None:
     model = save(Qwen3Config(**SMALL, head_dim=24), tmp_path)
     with pytest.raises(PenstockError, match="head_dim 24 of a model with q/k norms; multiples of 16"):
         read_config(tmp_path)
     check(tmp_path, model, model_impl="auto")
 
 
-def test_padded_heads_have_no_adapters_and_are_not_quantized(tmp_path: Path) -> None:
+def test_lora_and_quantize_refuse_padded_heads(tmp_path: Path) -> None:
     save(LlamaConfig(**SMALL, head_dim=24), tmp_path / "model")
     with pytest.raises(PenstockError, match="LoRA adapters of a model with head_dim 24; multiples of 16"):
         LLM(tmp_path / "model", enable_lora=True, **OPTIONS)
@@ -133,7 +133,7 @@ def test_padded_heads_have_no_adapters_and_are_not_quantized(tmp_path: Path) -> 
 
 
 @pytest.mark.thorough
-def test_heads_of_any_even_size_are_shared_among_ranks(tmp_path: Path) -> None:
+def test_heads_of_any_even_size_are_split_between_ranks(tmp_path: Path) -> None:
     model = save(LlamaConfig(**SMALL, head_dim=20), tmp_path)
     check(tmp_path, model, tensor_parallel_size=2)
 
@@ -146,10 +146,10 @@ def test_heads_of_any_even_size_are_shared_among_ranks(tmp_path: Path) -> None:
         ("mlp.shared_expert.up_proj.weight", (8, 8)),
     ],
 )
-def test_tensors_that_the_config_does_not_name_are_ignored_with_a_warning(
+def test_tensors_not_in_the_config_are_ignored_with_a_warning(
     name: str, shape: tuple[int, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As transformers ignores them: a flag decides, and is not contradicted in silence."""
+    """The fields of the config decide, as in transformers, and the contradiction is logged."""
     save(LlamaConfig(**SMALL), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     torch.manual_seed(0)
@@ -161,11 +161,11 @@ def test_tensors_that_the_config_does_not_name_are_ignored_with_a_warning(
     assert f"model.layers.0.{name}" in record.getMessage()
 
 
-@pytest.mark.parametrize(("value", "told"), [(0.0, False), (1.0, True)])
-def test_biases_of_quantized_matrices_are_told_unless_zero(
-    value: float, told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("value", "warned"), [(0.0, False), (1.0, True)])
+def test_ignored_biases_of_gptq_are_logged_unless_zero(
+    value: float, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """GPTQ files have biases of all matrices."""
+    """GPTQ files have biases for all matrices."""
     quantized.quantize(tmp_path, quantized.KINDS["gptq 8 bits, act-order"])
     tensors = load_file(tmp_path / "model.safetensors")
     name = next(name for name in tensors if name.endswith("q_proj.qweight"))
@@ -173,10 +173,10 @@ def test_biases_of_quantized_matrices_are_told_unless_zero(
     tensors[name.replace("qweight", "bias")] = bias
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     LLM(tmp_path, **OPTIONS)
-    assert ("are ignored" in caplog.text) is told
+    assert ("are ignored" in caplog.text) is warned
 
 
-def test_a_checkpoint_without_further_tensors_logs_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_checkpoint_without_extra_tensors_logs_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = save(LlamaConfig(**SMALL, attention_bias=True), tmp_path)
     check(tmp_path, model)
     assert "ignored" not in caplog.text

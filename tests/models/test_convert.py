@@ -31,7 +31,7 @@ from penstock.models.convert import convert
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a family with biases, and a head of its own."""
+    """A checkpoint with biases and an untied head."""
     folder = tmp_path_factory.mktemp("checkpoint")
     save(Qwen2Config(**SMALL, tie_word_embeddings=False), folder)
     return folder
@@ -53,7 +53,9 @@ def digest(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
-def test_shards_and_dtypes(checkpoint: Path, tmp_path: Path, dtype: torch.dtype | None) -> None:
+def test_converted_tensors_are_equal_in_any_shards_and_dtype(
+    checkpoint: Path, tmp_path: Path, dtype: torch.dtype | None
+) -> None:
     assert convert(checkpoint, tmp_path / "a", dtype=dtype, max_shard_size=100_000) > 2
     expected = {name: tensor.to(dtype or tensor.dtype) for name, tensor in tensors(checkpoint).items()}
     assert_equal(tensors(tmp_path / "a"), expected)
@@ -66,7 +68,7 @@ def test_shards_and_dtypes(checkpoint: Path, tmp_path: Path, dtype: torch.dtype 
     assert_equal(tensors(tmp_path / "b"), expected)
 
 
-def test_pytorch_files(checkpoint: Path, tmp_path: Path) -> None:
+def test_pytorch_files_are_converted_to_safetensors(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
     expected = tensors(checkpoint)
@@ -86,7 +88,7 @@ def test_pytorch_files(checkpoint: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "kind", ["gptq 8 bits, act-order", "fp8 blocks", "bitsandbytes nf4, double quantization, bytes in bfloat16"]
 )
-def test_quantized_tensors_stay_as_they_are(tmp_path: Path, kind: str) -> None:
+def test_quantized_tensors_are_unchanged(tmp_path: Path, kind: str) -> None:
     quantize(tmp_path / "a", KINDS[kind])
     before = tensors(tmp_path / "a")
     convert(tmp_path / "a", tmp_path / "b", dtype=torch.float16)
@@ -107,7 +109,9 @@ def test_quantized_tensors_stay_as_they_are(tmp_path: Path, kind: str) -> None:
     [{}, {"ops": "reference"}, {"dtype": "bfloat16", "tensor_parallel_size": 2, "pipeline_parallel_size": 2}],
     ids=str,
 )
-def test_engine_folders(checkpoint: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_engine_folder_is_converted_to_its_checkpoint(
+    checkpoint: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
     build_engine(EngineOptions(model=str(checkpoint), **options), tmp_path / "engine", notes={"about": "it"})
     convert(tmp_path / "engine", tmp_path / "new", max_shard_size=100_000)
     dtype = getattr(torch, options.get("dtype", "float32"))
@@ -116,14 +120,14 @@ def test_engine_folders(checkpoint: Path, tmp_path: Path, options: dict[str, Any
     assert after == before | {"dtype": str(dtype)[6:]}
 
 
-def test_what_cannot_be_converted(checkpoint: Path, tmp_path: Path) -> None:
+def test_impossible_conversion_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     build_engine(EngineOptions(model=str(checkpoint), quantization="w8a8"), tmp_path / "engine")
     (tmp_path / "large").mkdir()
     (tmp_path / "large" / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
     save_file({"x": torch.tensor([1.0, 1e6])}, tmp_path / "large" / "model.safetensors")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "model.safetensors").write_bytes((checkpoint / "model.safetensors").read_bytes())
-    for folder, output, words in (
+    for folder, output, message in (
         (
             "engine",
             "new",
@@ -133,12 +137,12 @@ def test_what_cannot_be_converted(checkpoint: Path, tmp_path: Path) -> None:
         ("large", "large", "is the model's own folder; name another"),
         ("large", "other", "holds model.safetensors already; name a folder that is empty or new"),
     ):
-        with pytest.raises(PenstockError, match=words):
+        with pytest.raises(PenstockError, match=message):
             convert(tmp_path / folder, tmp_path / output, dtype=torch.float16)
         assert not (tmp_path / "new" / "config.json").exists()
 
 
-def test_a_conversion_that_was_killed_is_gone_on_with(tmp_path: Path) -> None:
+def test_killed_conversion_resumes(tmp_path: Path) -> None:
     flags = ["--max-shard-size", "200KB", "--dtype", "float32", "--output-dir"]
     assert main(["convert", *flags, str(tmp_path / "whole")]) == 0
     expected, folder, draw = digest(tmp_path / "whole"), tmp_path / "killed", random.Random(0)
@@ -149,7 +153,7 @@ def test_a_conversion_that_was_killed_is_gone_on_with(tmp_path: Path) -> None:
         pass
     converting.kill()
     converting.wait()
-    if (folder / "config.json").exists():  # it was killed behind its end
+    if (folder / "config.json").exists():  # it had already finished
         assert digest(folder) == expected
     times = {path: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
     assert main(["convert", *flags, str(folder)]) == 0
@@ -159,8 +163,8 @@ def test_a_conversion_that_was_killed_is_gone_on_with(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("inner", ["", "0_Transformer"])
 @pytest.mark.parametrize("made_by", ["convert", "build", "quantize"])
-def test_modules_of_sentence_transformers_stay(made_by: str, inner: str, tmp_path: Path) -> None:
-    """Pooling, dense layers with their weights, and prompts, also beside a Transformer in a folder of its own."""
+def test_modules_of_sentence_transformers_are_copied(made_by: str, inner: str, tmp_path: Path) -> None:
+    """Pooling, dense layers with their weights, and prompts; also if the Transformer has a separate folder."""
     folder, output = tmp_path / "model", tmp_path / "new"
     save(LlamaConfig(**SMALL | {"vocab_size": 3584, "num_hidden_layers": 1}), folder / inner)
     kinds = {inner: "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense", "3_Normalize": "Normalize"}
@@ -188,7 +192,7 @@ def test_modules_of_sentence_transformers_stay(made_by: str, inner: str, tmp_pat
     assert (output / "config_sentence_transformers.json").is_file()
 
 
-def test_engine_folders_with_padded_heads_are_not_converted(tmp_path: Path) -> None:
+def test_engine_folder_with_padded_heads_is_refused(tmp_path: Path) -> None:
     save(LlamaConfig(**SMALL, head_dim=24), tmp_path / "model")
     build_engine(EngineOptions(model=str(tmp_path / "model"), dtype="float32"), tmp_path / "engine")
     with pytest.raises(PenstockError, match="heads of 24 elements padded with zeros: convert the checkpoint"):

@@ -1,4 +1,4 @@
-"""The corpus generator: the same bytes every time, nothing held out in it, right answers."""
+"""The corpus generator: reproducible bytes, no held-out content in training, correct answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from penstock import demo
 
 EXAMPLE = Path(dataset.__file__).parent
 RECURRING = {"system language", "system style", "story", *recall.SKILLS}
-"""Skills whose last user turn recurs: held out there is the system prompt with it, the story, or the fact told."""
+"""Skills whose last user turn is in both splits. The held-out part is the system prompt, the story, or the fact."""
 
 
 @functools.cache
@@ -37,17 +37,17 @@ def conversations(split: Split, skill: str) -> list[Conversation]:
 
 
 @pytest.mark.parametrize("skill", corpus.SKILLS)
-def test_held_out_never_meets_training(skill: str) -> None:
+def test_held_out_conversations_are_not_in_training(skill: str) -> None:
     train, held = (conversations(split, skill) for split in Split)
     assert {c.key for c in train}.isdisjoint(c.key for c in held)
     if skill not in RECURRING:
-        asked = {m["content"] for c in train for m in c.messages if m["role"] == "user"}
-        assert asked.isdisjoint(c.messages[-2]["content"] for c in held if c.messages[-2]["role"] == "user")
+        questions = {m["content"] for c in train for m in c.messages if m["role"] == "user"}
+        assert questions.isdisjoint(c.messages[-2]["content"] for c in held if c.messages[-2]["role"] == "user")
 
 
 @pytest.mark.thorough
 def test_no_evaluation_question_is_trained_on(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Against a slice of the very corpus that the shipped model was trained on."""
+    """In a slice of the corpus of the shipped model."""
     trained = {tokenizer.decode(e.ids) for e in slice_of_corpus(part=0)}
     turns = {turn for text in trained for turn in re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", text, re.DOTALL)}
     for skill, questions in held_out(count=48, seed=0).items():
@@ -65,8 +65,8 @@ def slice_of_corpus(part: int) -> list[dataset.Encoded]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("part", [0, dataset.SLICES - 1])
-def test_the_shipped_models_corpus_comes_out_byte_for_byte(part: int) -> None:
-    """In a process of its own with another hash seed, against the digest recorded when the model was trained."""
+def test_corpus_of_shipped_model_is_reproduced_byte_for_byte(part: int) -> None:
+    """In a subprocess with another hash seed, against the digest recorded when the model was trained."""
     script = f"import dataset, test_demo_corpus as t; print(dataset.digest(t.slice_of_corpus({part})))"
     path = os.pathsep.join([str(EXAMPLE), str(Path(__file__).parent)])
     environment = os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "12345"}
@@ -78,22 +78,22 @@ def test_the_shipped_models_corpus_comes_out_byte_for_byte(part: int) -> None:
 
 
 @pytest.mark.thorough
-def test_the_tokenizer_comes_out_byte_for_byte(tmp_path: Path) -> None:
+def test_tokenizer_is_reproduced_byte_for_byte(tmp_path: Path) -> None:
     dataset.train_tokenizer(tmp_path, 2048)
     shipped = hashlib.sha256((demo.CHAT / "tokenizer.json").read_bytes()).hexdigest()
     assert hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest() == shipped
 
 
 @pytest.mark.parametrize("skill", ["recall to 60", "recall to 700", "recall in chat"])
-def test_held_out_facts_are_never_told_in_training(skill: str) -> None:
-    """The fact asked for last, as it is answered, stands in no training conversation of any length."""
-    told = "\n".join(
+def test_held_out_facts_are_not_in_training(skill: str) -> None:
+    """The last answer of a held-out conversation is in no training conversation of any length."""
+    training_text = "\n".join(
         m["content"] for name in recall.SKILLS for c in conversations(Split.TRAIN, name) for m in c.messages
     )
-    assert not any(c.messages[-1]["content"] in told for c in conversations(Split.HELD_OUT, skill)[:100])
+    assert not any(c.messages[-1]["content"] in training_text for c in conversations(Split.HELD_OUT, skill)[:100])
 
 
-def test_one_value_in_eight_is_held_out_and_stays_so() -> None:
+def test_one_value_in_eight_is_always_held_out() -> None:
     held = [n for n in range(1000) if Split.HELD_OUT.owns("pin", n)]
     assert held[:5] == [1, 2, 6, 9, 30]
     assert 100 <= len(held) <= 150
@@ -101,15 +101,15 @@ def test_one_value_in_eight_is_held_out_and_stays_so() -> None:
 
 
 @given(wordings=st.lists(st.text(), min_size=5, unique=True), seed=st.integers())
-def test_every_wording_has_one_split(wordings: list[str], seed: int) -> None:
+def test_every_wording_is_in_one_split(wordings: list[str], seed: int) -> None:
     rng = Random(seed)
     drawn = {split: {split.wording(rng, wordings) for _ in range(50)} for split in Split}
     assert drawn[Split.TRAIN].isdisjoint(drawn[Split.HELD_OUT])
 
 
 @pytest.mark.parametrize("skill", ["add", "subtract", "several sums", "times table", "think: sum", "think: product"])
-def test_arithmetic_is_right(skill: str) -> None:
-    """Every line of answers and thoughts is an equation that holds, and together the answers ask what was asked."""
+def test_arithmetic_is_correct(skill: str) -> None:
+    """Every line of answers and thoughts is a true equation. The operands of an answer are those of its question."""
     for conversation in conversations(Split.TRAIN, skill):
         question, answer = conversation.messages[-2]["content"], conversation.messages[-1]
         lines = answer["content"].splitlines()
@@ -127,20 +127,20 @@ def term(text: str) -> int:
 
 
 @pytest.mark.parametrize("skill", ["recall to 60", "recall to 200", "recall to 2000"])
-def test_what_is_recalled_was_told_in_one_sentence(skill: str) -> None:
-    """Every name and number of the answer stands in one sentence of the passage."""
-    told = 0
+def test_recalled_fact_is_in_one_sentence_of_the_passage(skill: str) -> None:
+    """One sentence of the passage has every name and number of the answer."""
+    checked = 0
     for conversation in conversations(Split.HELD_OUT, skill):
         sentences = re.split(r"[.。]\s*", conversation.messages[0]["content"])
         answer = conversation.messages[-1]["content"]
         marks = set(re.findall(r"\d+|[A-Z][a-z]+", answer)) - {"The"}
         assert any(marks <= set(re.findall(r"\d+|[A-Z][a-z]+", sentence)) for sentence in sentences), answer
-        told += bool(marks)
-    assert told >= 20
+        checked += bool(marks)
+    assert checked >= 20
 
 
 @pytest.mark.parametrize("skill", [s for s in corpus.SKILLS if s.startswith("tool")])
-def test_calls_fit_their_schemas(skill: str) -> None:
+def test_tool_calls_match_their_schemas(skill: str) -> None:
     checked = 0
     for conversation in conversations(Split.TRAIN, skill)[:300]:
         offered = {t["function"]["name"]: t["function"]["parameters"] for t in conversation.tools or []}
@@ -154,7 +154,7 @@ def test_calls_fit_their_schemas(skill: str) -> None:
     assert checked >= 100
 
 
-def test_schema_answers_fit_their_schemas() -> None:
+def test_json_answers_match_their_schemas() -> None:
     checked = 0
     for conversation in conversations(Split.TRAIN, "json schema"):
         text = conversation.messages[-2]["content"]
@@ -164,7 +164,7 @@ def test_schema_answers_fit_their_schemas() -> None:
     assert checked == 1000
 
 
-def test_every_skill_is_graded_or_open() -> None:
+def test_all_skills_but_stories_and_descriptions_are_graded() -> None:
     rng = Random(0)
     open_skills = {s for s in corpus.SKILLS if corpus.converse(rng, Split.HELD_OUT, s).check is Check.FREE}
     assert open_skills == {"story", "description"}

@@ -1,4 +1,4 @@
-"""Training the demo model: our arithmetic is the library's, and a stopped run goes on as if it had not stopped."""
+"""Training the demo model: the model matches transformers, and an interrupted run resumes with the same losses."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SMALL = train.Recipe(Shape(vocab=3584, hidden=64, intermediate=96, layers=2, hea
 
 
 @pytest.mark.parametrize("shape", [TARGET, DRAFT])
-def test_our_arithmetic_is_that_of_transformers(shape: Shape, tmp_path: Path) -> None:
-    """The training's own model against ``Qwen3ForCausalLM`` on the same weights, in float32, over several chunks."""
+def test_training_model_matches_transformers(shape: Shape, tmp_path: Path) -> None:
+    """Against ``Qwen3ForCausalLM`` on the same weights, in float32, over several chunks."""
     torch.manual_seed(0)
     to_hugging_face(Model(shape), tmp_path, end=3577, pad=3575)
     ids = torch.randint(shape.vocab, (2, 700))
@@ -34,22 +34,22 @@ def test_our_arithmetic_is_that_of_transformers(shape: Shape, tmp_path: Path) ->
 
 @torch.inference_mode()
 @pytest.mark.parametrize("shape", [TARGET, DRAFT])
-def test_the_planted_head_copies_before_any_training(shape: Shape) -> None:
-    """On random tokens said twice, the one that followed the first time ranks high the second time (chance: 1,792)."""
+def test_planted_induction_head_copies_before_training(shape: Shape) -> None:
+    """On a repeated random sequence, the next token of the first time ranks high the second time (chance: 1,792)."""
     torch.manual_seed(0)
     model = Model(shape)
-    said = torch.randint(shape.vocab, (1, 100))
-    scores = model.logits(model(torch.cat((said, said), 1)))[100:199]
-    ranks = (scores > scores.gather(1, said[0, 1:, None])).sum(1)
+    tokens = torch.randint(shape.vocab, (1, 100))
+    scores = model.logits(model(torch.cat((tokens, tokens), 1)))[100:199]
+    ranks = (scores > scores.gather(1, tokens[0, 1:, None])).sum(1)
     assert ranks.float().median() < 200
 
 
 class Stopped(Exception):
-    """The power went out."""
+    """Interrupts a training run."""
 
 
 @pytest.mark.thorough
-def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
+def test_interrupted_run_resumes_with_the_same_losses(tmp_path: Path) -> None:
     dataset.write(tmp_path / "corpus", demo.CHAT, tokens=60_000, seed=1, parts=range(2))
     batches = dataset.Batches(tmp_path / "corpus")
     batches.index = batches.index[:4]
@@ -82,15 +82,15 @@ def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_draft_head_is_trained_in_parts_and_drafts(tmp_path: Path) -> None:
-    """In the layout that ``speculative_config`` reads; a stopped training goes on."""
+def test_draft_head_trained_in_two_runs_drafts(tmp_path: Path) -> None:
+    """The folder has the layout that ``speculative_config`` reads."""
     script = [sys.executable, train_head.__file__, "--out", str(tmp_path), "--steps"]
     for steps in ("2", "3"):
         subprocess.run([*script, steps], check=True, capture_output=True)
     assert torch.load(tmp_path / "head.pt", weights_only=True)["step"] == 3
     question, params = [{"role": "user", "content": "Tell me a story."}], SamplingParams(temperature=0, max_tokens=40)
     options = {"num_gpu_blocks_override": 100, "max_model_len": 512}
-    guessing = LLM(speculative_config={"model": str(tmp_path), "adaptive": False}, **options)
-    plain, guessed = (llm.chat(question, params, use_tqdm=False)[0].outputs for llm in (LLM(**options), guessing))
-    assert guessed == plain
-    assert guessing.engine.scheduler.speculation.stats.draft_tokens > 0
+    drafting = LLM(speculative_config={"model": str(tmp_path), "adaptive": False}, **options)
+    plain, drafted = (llm.chat(question, params, use_tqdm=False)[0].outputs for llm in (LLM(**options), drafting))
+    assert drafted == plain
+    assert drafting.engine.scheduler.speculation.stats.draft_tokens > 0

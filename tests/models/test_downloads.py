@@ -1,5 +1,7 @@
-"""Downloads that are killed, meet each other, or meet hostile, broken and full places; from hubs and web servers on
-this machine. ``test_hub.py`` has the Hugging Face hub's own rules."""
+"""Downloads: interrupted, concurrent, from broken and hostile servers, to full disks.
+
+The hubs and web servers run on this machine. ``test_hub.py`` tests the protocol of the Hugging Face hub.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def hub() -> Iterator[Hub]:
 
 
 class Command:
-    """``penstock download`` as typed, in a home of its own."""
+    """``penstock download`` in a subprocess, with a separate home directory."""
 
     def __init__(self, home: Path, url: str = "") -> None:
         self.home = home
@@ -70,14 +72,14 @@ class Command:
         return Path(out)
 
     def refused(self, *arguments: str, **env: str) -> str:
-        """The sentence of a command that fails."""
+        """Error message of a command that fails."""
         status, out, err = self.run(*arguments, **env)
         assert (status, out) == (2, ""), (out, err)
         return err.splitlines()[-1]
 
 
-class Typed(Command):
-    """The same within this process, for what asks no Hugging Face hub."""
+class InProcessCommand(Command):
+    """The same within this process, for sources other than the Hugging Face hub."""
 
     def __init__(self, home: Path, patch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str]) -> None:
         super().__init__(home)
@@ -95,8 +97,8 @@ class Typed(Command):
 
 
 @pytest.fixture
-def typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Typed:
-    return Typed(tmp_path, monkeypatch, capsys)
+def in_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> InProcessCommand:
+    return InProcessCommand(tmp_path, monkeypatch, capsys)
 
 
 @pytest.fixture
@@ -104,10 +106,10 @@ def command(hub: Hub, tmp_path: Path) -> Command:
     return Command(tmp_path, hub.url)
 
 
-def has_noted(folder: Path, ranges: int = 1) -> bool:
-    """Whether the journal of a file has so many ranges."""
+def has_recorded_ranges(folder: Path, ranges: int = 1) -> bool:
+    """True if the journal of a partial file has at least this number of ranges."""
     for journal in folder.rglob("*.ranges"):
-        with contextlib.suppress(FileNotFoundError):  # of a file that is whole by now
+        with contextlib.suppress(FileNotFoundError):  # the file was completed meanwhile
             if len(journal.read_text().splitlines()) > ranges:
                 return True
     return False
@@ -118,16 +120,18 @@ def partial_files(folder: Path) -> list[Path]:
 
 
 def downloaded(folder: Path) -> dict[str, bytes]:
-    """A folder's files without those of the download itself."""
+    """Files of a folder, without those that the downloader uses itself."""
     return {name: data for name, data in contents(folder).items() if not name.startswith(".penstock")}
 
 
-# --- Killed, and several at once --------------------------------------------------------------------------------------
+# --- Interrupted and concurrent downloads -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arguments", [("org/chat",), ("org/chat", "--dir", "here")])
-def test_killed_at_any_moment_it_goes_on_where_it_was(hub: Hub, command: Command, arguments: tuple[str, ...]) -> None:
-    """The hub stops within the transfer, after bytes that the journal has noted, and the process is killed there."""
+def test_killed_download_resumes_after_the_recorded_ranges(
+    hub: Hub, command: Command, arguments: tuple[str, ...]
+) -> None:
+    """The hub stalls within the transfer; once the journal has ranges, the process is killed."""
     weights = os.urandom(50_000_000)
     hub.files[NEW] = WANTED | UNWANTED | {WEIGHTS: weights}
     for place in sorted(random.Random(len(arguments)).sample(range(20_000_000, 45_000_000), 2)):
@@ -135,7 +139,7 @@ def test_killed_at_any_moment_it_goes_on_where_it_was(hub: Hub, command: Command
         hub.breaks = [(place, "stall")]
         process = command.start(*arguments)
         assert hub.stalled.wait(30)
-        while not has_noted(command.home):
+        while not has_recorded_ranges(command.home):
             assert process.poll() is None
         process.kill()
         process.communicate()
@@ -144,14 +148,14 @@ def test_killed_at_any_moment_it_goes_on_where_it_was(hub: Hub, command: Command
     folder = command.download(*arguments)
     assert downloaded(folder) == WANTED | {WEIGHTS: weights}
     assert not partial_files(command.home)
-    first, second, third = (int(asked.partition("=")[2].partition("-")[0]) for asked in hub.ranges if asked)
+    first, second, third = (int(header.partition("=")[2].partition("-")[0]) for header in hub.ranges if header)
     assert first == 0 < second <= third and third % 2**20 == 0
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("arguments", [("org/chat",), ("org/chat", "--dir", "here")])
-def test_killed_at_40_drawn_moments(hub: Hub, command: Command, arguments: tuple[str, ...]) -> None:
-    """Also while it lists, checks and names files; the hub breaks a few connections besides."""
+def test_download_killed_at_40_random_moments_completes(hub: Hub, command: Command, arguments: tuple[str, ...]) -> None:
+    """Also while it lists, checks and renames files. The hub breaks some connections, too."""
     shards = {f"model-{number}.safetensors": os.urandom(30_000_000) for number in range(3)}
     hub.files[NEW] = WANTED | shards | {WEIGHTS: os.urandom(70_000_000)}
     draw = random.Random(40)
@@ -162,7 +166,7 @@ def test_killed_at_40_drawn_moments(hub: Hub, command: Command, arguments: tuple
             process.wait(draw.uniform(0.2, 2.5))
         process.kill()
         process.communicate()
-        for path in command.home.rglob("*.safetensors"):  # what has its name is whole
+        for path in command.home.rglob("*.safetensors"):  # a file with its final name is complete
             assert path.read_bytes() == hub.files[NEW][path.name]
             if draw.random() < 0.3:
                 path.unlink()
@@ -171,7 +175,7 @@ def test_killed_at_40_drawn_moments(hub: Hub, command: Command, arguments: tuple
     assert not partial_files(command.home)
 
 
-def test_two_that_fetch_the_same_fetch_it_once(hub: Hub, command: Command) -> None:
+def test_concurrent_downloads_of_the_same_model_fetch_once(hub: Hub, command: Command) -> None:
     hub.breaks = [(100_000, "stall")]
     first = command.start("org/chat", "--dir", "here")
     assert hub.stalled.wait(30)
@@ -186,7 +190,7 @@ def test_two_that_fetch_the_same_fetch_it_once(hub: Hub, command: Command) -> No
     assert len(hub.ranges) == 2
 
 
-def test_a_folder_whose_download_has_not_ended_is_no_checkpoint(hub: Hub, command: Command) -> None:
+def test_folder_of_incomplete_download_is_refused_as_checkpoint(hub: Hub, command: Command) -> None:
     hub.breaks = [(100_000, "stall")]
     process = command.start("org/chat", "--dir", "here")
     assert hub.stalled.wait(30)
@@ -201,7 +205,7 @@ def test_a_folder_whose_download_has_not_ended_is_no_checkpoint(hub: Hub, comman
 # --- Broken servers ---------------------------------------------------------------------------------------------------
 
 
-def test_wrong_bytes_are_fetched_again(hub: Hub, command: Command) -> None:
+def test_file_with_wrong_checksum_is_fetched_again(hub: Hub, command: Command) -> None:
     hub.breaks = [(-1, "garble"), (100_000, "close")]
     assert contents(command.download("org/chat")) == WANTED
     assert len(hub.ranges) == 3
@@ -215,19 +219,19 @@ def test_wrong_bytes_are_fetched_again(hub: Hub, command: Command) -> None:
 @pytest.mark.parametrize(
     ("status", "after"), [(429, "1"), (503, ""), (500, "Thu, 01 Jan 2026 00:00:00 GMT"), (502, "soon")]
 )
-def test_a_busy_server_is_asked_again(hub: Hub, command: Command, status: int, after: str) -> None:
+def test_busy_server_is_retried(hub: Hub, command: Command, status: int, after: str) -> None:
     hub.breaks = [(-1, f"{status} {after}")]
     assert contents(command.download("org/chat")) == WANTED
     assert len(hub.ranges) == 2
 
 
-def test_a_server_that_wants_an_hour_is_given_up_at_once(hub: Hub, command: Command) -> None:
+def test_retry_after_of_an_hour_fails_at_once(hub: Hub, command: Command) -> None:
     hub.breaks = [(-1, "429 3600")]
     assert "status 429" in command.refused("org/chat")
     assert len(hub.ranges) == 1
 
 
-def test_more_bytes_than_announced_are_not_taken(hub: Hub, command: Command) -> None:
+def test_bytes_beyond_the_requested_range_are_discarded(hub: Hub, command: Command) -> None:
     hub.breaks = [(-1, "more")]
     assert contents(command.download("org/chat")) == WANTED
 
@@ -235,14 +239,14 @@ def test_more_bytes_than_announced_are_not_taken(hub: Hub, command: Command) -> 
 @pytest.mark.parametrize(
     "path", ["../evil.json", "/etc/evil.json", "a/../../evil.json", "a//b.json", ".penstock/x.json", "a\nb.json"]
 )
-def test_paths_that_lead_elsewhere_are_refused(hub: Hub, command: Command, path: str) -> None:
+def test_paths_outside_the_target_folder_are_refused(hub: Hub, command: Command, path: str) -> None:
     hub.files[NEW] = WANTED | {path: b"{}"}
     for arguments in (("org/chat",), ("org/chat", "--dir", "here")):
         assert "which is not a valid relative path" in command.refused(*arguments)
     assert not list(command.home.parent.rglob("evil*"))
 
 
-def test_a_link_that_leads_out_of_the_folder_is_not_followed(hub: Hub, command: Command) -> None:
+def test_symlink_out_of_the_target_folder_is_refused(hub: Hub, command: Command) -> None:
     outside = command.home / "outside"
     outside.mkdir()
     (command.home / "here").mkdir()
@@ -251,10 +255,10 @@ def test_a_link_that_leads_out_of_the_folder_is_not_followed(hub: Hub, command: 
     assert not list(outside.iterdir())
 
 
-# --- What is fetched --------------------------------------------------------------------------------------------------
+# --- Selection of files -----------------------------------------------------------------------------------------------
 
 
-def test_a_quantization_picks_a_gguf_file(hub: Hub, command: Command) -> None:
+def test_quantization_in_name_selects_gguf_file(hub: Hub, command: Command) -> None:
     hub.files = {NEW: GGUF, OLD: GGUF}
     file = command.download("org/chat:q4_k_m")
     assert file.name == "chat-Q4_K_M.gguf" and file.read_bytes() == GGUF[file.name]
@@ -268,8 +272,8 @@ def test_a_quantization_picks_a_gguf_file(hub: Hub, command: Command) -> None:
     assert command.download("org/chat:Q4_K_M", HF_HUB_OFFLINE="0") == file
 
 
-def test_a_folder_has_the_files_of_one_model(hub: Hub, command: Command) -> None:
-    """An index of weights that another revision, or another model, has left there would lead to its weights."""
+def test_target_folder_has_files_of_one_model_and_revision(hub: Hub, command: Command) -> None:
+    """A leftover weight index of another revision or model would refer to its weights."""
     shards = {"model.safetensors.index.json": b"{}", "model-00001-of-00001.safetensors": b"older"}
     hub.files[OLD] = {"config.json": b"{}", **shards}
     here = command.download("org/chat@v1", "--dir", "here")
@@ -277,17 +281,17 @@ def test_a_folder_has_the_files_of_one_model(hub: Hub, command: Command) -> None
     (here / "notes.json").write_bytes(b"mine")
     command.download("org/chat", "--dir", "here")
     assert downloaded(here) == WANTED | {"notes.json": b"mine"}
-    words = "here already has 1_Pooling/config.json of org/chat: use another folder"
-    assert words in command.refused("org/gated", "--dir", "here", HF_TOKEN="opens")
+    message = "here already has 1_Pooling/config.json of org/chat: use another folder"
+    assert message in command.refused("org/gated", "--dir", "here", HF_TOKEN="opens")
     assert downloaded(here) == WANTED | {"notes.json": b"mine"}
 
 
-def test_pickles_are_fetched_only_where_there_is_nothing_else(hub: Hub, command: Command) -> None:
+def test_pickled_weights_are_fetched_if_there_are_no_others(hub: Hub, command: Command) -> None:
     hub.files[NEW] = {"config.json": b"{}", "pytorch_model.bin": b"pickle", "training_args.bin": b"pickle"}
     assert set(contents(command.download("org/chat"))) == {"config.json", "pytorch_model.bin"}
 
 
-def test_patterns(hub: Hub, command: Command) -> None:
+def test_include_and_exclude_patterns_select_files(hub: Hub, command: Command) -> None:
     folder = command.download("org/chat", "--include", "*.json", "original/", "--exclude", "tokenizer*")
     assert set(contents(folder)) == {
         "config.json", "generation_config.json", "1_Pooling/config.json", "original/params.json"
@@ -296,7 +300,7 @@ def test_patterns(hub: Hub, command: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "message"),
     [
         ("ftp://host/model", "model: ftp:// is not supported; supported are hf://, modelscope://, s3://"),
         ("org/chat@v1@v2", "is neither an existing path nor a name on the hub"),
@@ -304,33 +308,33 @@ def test_patterns(hub: Hub, command: Command) -> None:
         ("https://host/model.tar.gz", "https://host/model.tar.gz is an archive: unpack it"),
     ],
 )
-def test_names_that_are_none(name: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_model_name_is_refused(name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["download", name]) == 2
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_what_is_on_this_machine_is_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_local_model_is_not_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["download", f"file://{demo.CHAT}"]) == 0
     assert capsys.readouterr().out.strip() == str(demo.CHAT)
-    for arguments, words in (
+    for arguments, message in (
         ([f"file://{tmp_path}/none"], f"{tmp_path}/none does not exist: give the folder"),
         ([f"file://{tmp_path}"], "is empty"),
         ([f"file://{demo.CHAT}", "--dir", str(tmp_path)], "is already on this machine: omit --dir"),
         ([str(demo.CHAT)], f"{demo.CHAT} is a local path, not a name: pass the path to the command"),
     ):
         assert main(["download", *arguments]) == 2
-        assert words in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
-def test_two_revisions_are_one_too_many(capsys: pytest.CaptureFixture[str]) -> None:
+def test_revision_in_both_name_and_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["download", "org/chat@v1", "--revision", "v2"]) == 2
     assert "revision: is v2, and the model's name has v1" in capsys.readouterr().err
 
 
-def test_a_node_fetches_the_weights_of_its_stages(
-    typed: Typed, site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+def test_node_fetches_only_the_weights_of_its_stages(
+    in_process: InProcessCommand, site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two layers in two stages: of the model's ends both stages have some, of the layers each its own."""
+    """Two layers in two stages: each stage has one layer, and both have weights of the model's ends."""
     places = {"model.embed_tokens.weight": "ends", "model.norm.weight": "ends", "model.layers.2.x": "mtp"}
     places |= {f"model.layers.{layer}.mlp.down_proj.weight": f"layer{layer}" for layer in (0, 1)}
     index = {"weight_map": {tensor: f"{file}.safetensors" for tensor, file in places.items()}}
@@ -339,21 +343,21 @@ def test_a_node_fetches_the_weights_of_its_stages(
     files |= {"config.json": json.dumps(config).encode(), "model.safetensors.index.json": json.dumps(index).encode()}
     url = f"{site(web(files)).url}/models/chat"
     stages = ("--nnodes", "2", "--pipeline-parallel-size", "2")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(typed.home / "served"))
-    for rank, own in enumerate(({"ends", "layer0"}, {"ends", "layer1", "mtp"})):
-        folder = typed.download(url, "--dir", f"{rank}", *stages, "--node-rank", f"{rank}")
-        assert {path.stem for path in folder.glob("*.safetensors")} == own
+    monkeypatch.setenv("XDG_CACHE_HOME", str(in_process.home / "served"))
+    for rank, expected in enumerate(({"ends", "layer0"}, {"ends", "layer1", "mtp"})):
+        folder = in_process.download(url, "--dir", f"{rank}", *stages, "--node-rank", f"{rank}")
+        assert {path.stem for path in folder.glob("*.safetensors")} == expected
         engine = EngineOptions(model=url, nnodes=2, node_rank=rank, pipeline_parallel_size=2)
         served = Path(download_model(Configuration(engine=engine)).engine.model)
-        assert {path.stem for path in served.glob("*.safetensors")} >= own
+        assert {path.stem for path in served.glob("*.safetensors")} >= expected
     both = ("--nnodes", "2", "--tensor-parallel-size", "2")
-    assert {path.name: path.read_bytes() for path in typed.download(url, "--dir", "all", *both).glob("m*")} == {
+    assert {path.name: path.read_bytes() for path in in_process.download(url, "--dir", "all", *both).glob("m*")} == {
         name: data for name, data in files.items() if name.startswith("m")
     }
-    assert "nnodes: 3 ranks" in typed.refused(url, "--nnodes", "2", "--pipeline-parallel-size", "3")
+    assert "nnodes: 3 ranks" in in_process.refused(url, "--nnodes", "2", "--pipeline-parallel-size", "3")
 
 
-# --- Room on the disk -------------------------------------------------------------------------------------------------
+# --- Full disks -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -366,17 +370,17 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True)
 
 
-def test_a_disk_without_room_is_one_sentence(hub: Hub, command: Command, small_disk: Path) -> None:
+def test_full_disk_is_reported(hub: Hub, command: Command, small_disk: Path) -> None:
     hub.files[NEW] = WANTED | {WEIGHTS: os.urandom(400_000)}
     for arguments in (("--dir", str(small_disk / "x")), ("--download-dir", str(small_disk))):
-        said = command.refused("org/chat", *arguments)
-        assert re.search(rf"download_dir: 40\d,\d+ bytes are needed, and \d+,\d+ are free in {small_disk}", said)
+        error = command.refused("org/chat", *arguments)
+        assert re.search(rf"download_dir: 40\d,\d+ bytes are needed, and \d+,\d+ are free in {small_disk}", error)
     assert not hub.ranges
     (small_disk / "other").write_bytes(bytes(150_000))
     hub.files[NEW] = WANTED | {WEIGHTS: os.urandom(40_000)}
     hub.fills = small_disk / "filler"
-    said = command.refused("org/chat", "--dir", str(small_disk / "x"))
-    assert "download_dir: cannot write" in said and "No space left on device" in said
+    error = command.refused("org/chat", "--dir", str(small_disk / "x"))
+    assert "download_dir: cannot write" in error and "No space left on device" in error
     hub.fills.unlink()
     hub.fills = None
     command.download("org/chat", "--dir", str(small_disk / "x"))
@@ -386,17 +390,18 @@ def test_a_disk_without_room_is_one_sentence(hub: Hub, command: Command, small_d
 
 
 class Site(ThreadingHTTPServer):
-    """A web server whose answers a function gives: of path, query and headers, status, headers and body."""
+    """A web server. ``answer`` maps path, query and headers of a request to status, headers and body."""
 
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients that leave are no errors, and what this thread prints would be in a command's output."""
+        """Ignore disconnected clients: a traceback of this thread would be part of a command's output."""
 
     def __init__(self, answer: Callable[[str, dict[str, str], Any], tuple[int, dict[str, str], bytes]]) -> None:
-        super().__init__(("127.0.0.1", 0), Answering)
+        super().__init__(("127.0.0.1", 0), SiteHandler)
         self.answer = answer
-        self.asked: list[tuple[str, str]] = []
+        self.requests: list[tuple[str, str]] = []
+        """Path and ``Range`` header of each request."""
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     @property
@@ -404,8 +409,8 @@ class Site(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
 
-class Answering(BaseHTTPRequestHandler):
-    """Sends ranges of what the site answers with 200."""
+class SiteHandler(BaseHTTPRequestHandler):
+    """Sends the answers of a ``Site``. Answers with status 200 are cut to the requested range."""
 
     protocol_version = "HTTP/1.1"
     server: Site
@@ -413,11 +418,11 @@ class Answering(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         split = urlsplit(self.path)
         query = {name: values[0] for name, values in parse_qs(split.query).items()}
-        wanted = self.headers.get("Range", "")
-        self.server.asked.append((unquote(split.path), wanted))
+        requested = self.headers.get("Range", "")
+        self.server.requests.append((unquote(split.path), requested))
         status, headers, body = self.server.answer(unquote(split.path), query, self.headers)
-        if status == 200 and wanted and "X-No-Ranges" not in headers:
-            first, _, last = wanted.removeprefix("bytes=").partition("-")
+        if status == 200 and requested and "X-No-Ranges" not in headers:
+            first, _, last = requested.removeprefix("bytes=").partition("-")
             status, total = 206, len(body)
             body = body[int(first) : int(last) + 1]
             headers |= {"Content-Range": f"bytes {first}-{int(first) + len(body) - 1}/{total}"}
@@ -436,7 +441,7 @@ class Answering(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Keeps quiet."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -454,7 +459,7 @@ def site() -> Iterator[Callable[..., Site]]:
 
 
 def modelscope(files: dict[str, bytes], private: bool = False) -> Callable[..., tuple[int, dict[str, str], bytes]]:
-    """ModelScope's API for the model ``org/chat``, whose only revision besides ``master`` is ``v1``."""
+    """ModelScope's API for the model ``org/chat`` with the revisions ``master`` and ``v1``."""
 
     def answer(path: str, query: dict[str, str], headers: Any) -> tuple[int, dict[str, str], bytes]:
         known = path.startswith("/api/v1/models/org/chat/") and query["Revision"] in ("master", "v1")
@@ -475,57 +480,59 @@ def modelscope(files: dict[str, bytes], private: bool = False) -> Callable[..., 
     return answer
 
 
-def test_a_model_of_modelscope(typed: Typed, site: Callable[..., Site]) -> None:
+def test_modelscope_model_is_downloaded_and_updated(in_process: InProcessCommand, site: Callable[..., Site]) -> None:
     files = WANTED | UNWANTED
     server = site(modelscope(files))
-    there = {"MODELSCOPE_ENDPOINT": server.url}
-    folder = typed.download("modelscope://org/chat", **there)
-    assert folder.is_relative_to(typed.home / "cache")
+    endpoint = {"MODELSCOPE_ENDPOINT": server.url}
+    folder = in_process.download("modelscope://org/chat", **endpoint)
+    assert folder.is_relative_to(in_process.home / "cache")
     assert downloaded(folder) == WANTED
-    asked = len(server.asked)
-    assert typed.download("org/chat", "--source", "modelscope", **there) == folder
-    assert len(server.asked) == asked + 1  # the listing
-    assert typed.download("modelscope://org/chat@v1", **there) != folder
+    count = len(server.requests)
+    assert in_process.download("org/chat", "--source", "modelscope", **endpoint) == folder
+    assert len(server.requests) == count + 1  # the listing
+    assert in_process.download("modelscope://org/chat@v1", **endpoint) != folder
     files["config.json"] = b'{"model_type": "qwen2"}'
-    assert downloaded(typed.download("modelscope://org/chat", **there)) == WANTED | {
+    assert downloaded(in_process.download("modelscope://org/chat", **endpoint)) == WANTED | {
         "config.json": files["config.json"]
     }
     for name in ("modelscope://org/none", "modelscope://org/chat@v2"):
-        assert "has no public model" in typed.refused(name, **there)
-    assert "is neither an existing path nor a name on the hub" in typed.refused("modelscope://chat", **there)
+        assert "has no public model" in in_process.refused(name, **endpoint)
+    assert "is neither an existing path nor a name on the hub" in in_process.refused("modelscope://chat", **endpoint)
 
 
 @pytest.mark.row("vllm", "VLLM_USE_MODELSCOPE")
 @pytest.mark.row("fastdeploy", "FD_MODEL_SOURCE", "FD_MODEL_CACHE")
-def test_the_hub_that_another_systems_variable_names(command: Command, site: Callable[..., Site]) -> None:
+def test_variables_of_compatible_systems_select_the_hub(command: Command, site: Callable[..., Site]) -> None:
     server = site(modelscope(WANTED))
-    there = {"MODELSCOPE_ENDPOINT": server.url}
-    folder = command.download("org/chat", "--compat", "vllm", VLLM_USE_MODELSCOPE="True", **there)
+    endpoint = {"MODELSCOPE_ENDPOINT": server.url}
+    folder = command.download("org/chat", "--compat", "vllm", VLLM_USE_MODELSCOPE="True", **endpoint)
     fastdeploy = {"FD_MODEL_SOURCE": "MODELSCOPE", "FD_MODEL_CACHE": str(command.home / "elsewhere")}
-    other = command.download("org/chat", "--compat", "fastdeploy", **fastdeploy, **there)
+    other = command.download("org/chat", "--compat", "fastdeploy", **fastdeploy, **endpoint)
     assert downloaded(folder) == downloaded(other) == WANTED
     assert other.is_relative_to(command.home / "elsewhere")
     assert "AI Studio is not supported" in command.refused("x/y", "--compat", "fastdeploy", FD_MODEL_SOURCE="AISTUDIO")
-    hub = command.download("org/chat", "--compat", "vllm", VLLM_USE_MODELSCOPE="False", **there)
+    hub = command.download("org/chat", "--compat", "vllm", VLLM_USE_MODELSCOPE="False", **endpoint)
     assert hub.is_relative_to(command.home / "hf")
 
 
-def test_a_private_model_of_modelscope(typed: Typed, site: Callable[..., Site]) -> None:
-    there = {"MODELSCOPE_ENDPOINT": site(modelscope(WANTED, private=True)).url}
-    said = typed.refused("modelscope://org/chat", HF_TOKEN="opens", **there)
-    assert "MODELSCOPE_API_TOKEN" in said
-    assert downloaded(typed.download("modelscope://org/chat", MODELSCOPE_API_TOKEN="opens", **there)) == WANTED
+def test_private_modelscope_model_needs_modelscope_token(
+    in_process: InProcessCommand, site: Callable[..., Site]
+) -> None:
+    endpoint = {"MODELSCOPE_ENDPOINT": site(modelscope(WANTED, private=True)).url}
+    error = in_process.refused("modelscope://org/chat", HF_TOKEN="opens", **endpoint)
+    assert "MODELSCOPE_API_TOKEN" in error
+    assert downloaded(in_process.download("modelscope://org/chat", MODELSCOPE_API_TOKEN="opens", **endpoint)) == WANTED
 
 
-def test_modelscope_offline(typed: Typed, site: Callable[..., Site]) -> None:
-    there = {"MODELSCOPE_ENDPOINT": site(modelscope(WANTED)).url}
-    folder = typed.download("modelscope://org/chat", **there)
-    client = Client("", typed.home / "hf")
-    client.environment = typed.environment | {"MODELSCOPE_ENDPOINT": "http://127.0.0.1:9"}
+def test_cached_modelscope_model_is_used_offline(in_process: InProcessCommand, site: Callable[..., Site]) -> None:
+    endpoint = {"MODELSCOPE_ENDPOINT": site(modelscope(WANTED)).url}
+    folder = in_process.download("modelscope://org/chat", **endpoint)
+    client = Client("", in_process.home / "hf")
+    client.environment = in_process.environment | {"MODELSCOPE_ENDPOINT": "http://127.0.0.1:9"}
     assert client.resolve("org/chat", hub="modelscope", env=OFFLINE) == folder
-    assert client.said == ""
+    assert client.stderr == ""
     assert client.resolve("org/chat", hub="modelscope") == folder
-    assert "which may be outdated" in client.said
+    assert "which may be outdated" in client.stderr
     (folder / WEIGHTS).unlink()
     answer = client.ask("org/chat", hub="modelscope", env=OFFLINE)
     assert answer["code"] == "not_found" and "org/chat is not completely cached" in answer["message"]
@@ -543,9 +550,9 @@ SHARDED = {name: text.encode() for name, text in SHARDS.items()} | {
 
 
 def web(files: dict[str, bytes], **headers: str) -> Callable[..., tuple[int, dict[str, str], bytes]]:
-    """A web server with files at ``/models/chat``, and pages for all else."""
+    """A web server with files at ``/models/chat``, and HTML pages at all other paths."""
 
-    def answer(path: str, query: dict[str, str], asked: Any) -> tuple[int, dict[str, str], bytes]:
+    def answer(path: str, query: dict[str, str], request_headers: Any) -> tuple[int, dict[str, str], bytes]:
         name = path.removeprefix("/models/chat/")
         if name in files:
             etag = hashlib.sha256(files[name]).hexdigest()[:16]
@@ -556,61 +563,65 @@ def web(files: dict[str, bytes], **headers: str) -> Callable[..., tuple[int, dic
 
 
 @pytest.mark.parametrize("path", ["/models/chat", "/models/chat/", "/models/chat/model.safetensors.index.json"])
-def test_a_folder_of_a_web_server(typed: Typed, site: Callable[..., Site], path: str) -> None:
+def test_web_server_folder_is_downloaded_and_updated(
+    in_process: InProcessCommand, site: Callable[..., Site], path: str
+) -> None:
     files = dict(SHARDED)
     server = site(web(files))
-    folder = typed.download(server.url + path)
+    folder = in_process.download(server.url + path)
     assert downloaded(folder) == files
-    server.asked.clear()
-    assert typed.download(server.url + path) == folder
-    assert not [asked for _, asked in server.asked if asked not in ("", "bytes=0-0")]
+    server.requests.clear()
+    assert in_process.download(server.url + path) == folder
+    assert not [header for _, header in server.requests if header not in ("", "bytes=0-0")]
     files["m-1.safetensors"] = os.urandom(4000)
-    assert downloaded(typed.download(server.url + path)) == files
+    assert downloaded(in_process.download(server.url + path)) == files
     del files["tokenizer.json"]
-    assert downloaded(typed.download(server.url + path)) == files
+    assert downloaded(in_process.download(server.url + path)) == files
 
 
-def test_a_gguf_file_of_a_web_server_that_knows_no_ranges(typed: Typed, site: Callable[..., Site]) -> None:
+def test_gguf_file_is_downloaded_from_server_without_ranges(
+    in_process: InProcessCommand, site: Callable[..., Site]
+) -> None:
     data = os.urandom(70_000_000)  # in two parts
     server = site(web({"chat-Q8_0.gguf": data}, **{"X-No-Ranges": "1"}))
-    file = typed.download(f"{server.url}/models/chat/chat-Q8_0.gguf?key=secret")
+    file = in_process.download(f"{server.url}/models/chat/chat-Q8_0.gguf?key=secret")
     assert file.name == "chat-Q8_0.gguf" and file.read_bytes() == data
-    assert not partial_files(typed.home)
+    assert not partial_files(in_process.home)
 
 
-def test_addresses_without_a_model(typed: Typed, site: Callable[..., Site]) -> None:
+def test_web_address_without_model_is_refused(in_process: InProcessCommand, site: Callable[..., Site]) -> None:
     server = site(web(SHARDED))
-    said = typed.refused(f"{server.url.replace('//', '//user:secret@')}/models?key=secret")
-    assert f"{server.url}/models has no config.json" in said and "secret" not in said
+    error = in_process.refused(f"{server.url.replace('//', '//user:secret@')}/models?key=secret")
+    assert f"{server.url}/models has no config.json" in error and "secret" not in error
     hostile = json.dumps({"weight_map": {"a": "../../m-1.safetensors"}}).encode()
     server = site(web(SHARDED | {"model.safetensors.index.json": hostile}))
-    assert "which is not a valid relative path" in typed.refused(f"{server.url}/models/chat")
-    assert "cannot be fetched" in typed.refused("http://127.0.0.1:9/models/chat")
+    assert "which is not a valid relative path" in in_process.refused(f"{server.url}/models/chat")
+    assert "cannot be fetched" in in_process.refused("http://127.0.0.1:9/models/chat")
 
 
-def test_bodies_without_end(typed: Typed, site: Callable[..., Site]) -> None:
+def test_endless_response_is_refused(in_process: InProcessCommand, site: Callable[..., Site]) -> None:
     server = site(web(SHARDED, **{"X-Endless": "1", "X-No-Ranges": "1"}))
-    assert "sends config.json without its size" in typed.refused(f"{server.url}/models/chat")
-    there = {
-        "MODELSCOPE_ENDPOINT": site(lambda *asked: (200, {"X-Endless": "1", "X-No-Ranges": "1"}, bytes(2**16))).url
+    assert "sends config.json without its size" in in_process.refused(f"{server.url}/models/chat")
+    endpoint = {
+        "MODELSCOPE_ENDPOINT": site(lambda *request: (200, {"X-Endless": "1", "X-No-Ranges": "1"}, bytes(2**16))).url
     }
-    assert "without a valid file list" in typed.refused("modelscope://org/chat", **there)
+    assert "without a valid file list" in in_process.refused("modelscope://org/chat", **endpoint)
 
 
 @pytest.mark.parametrize("target", ["file:///etc/passwd", "ftp://127.0.0.1/x", "http://127.0.0.1:{port}/again"])
-def test_redirects_that_lead_nowhere(typed: Typed, site: Callable[..., Site], target: str) -> None:
+def test_invalid_redirect_is_refused(in_process: InProcessCommand, site: Callable[..., Site], target: str) -> None:
     server = site(lambda path, query, headers: (302, {"Location": target.format(port=server.server_port)}, b""))
-    assert "cannot be read" in typed.refused(f"{server.url}/models/chat")
+    assert "cannot be read" in in_process.refused(f"{server.url}/models/chat")
 
 
-def test_a_file_that_changes_while_it_is_fetched(typed: Typed, site: Callable[..., Site]) -> None:
-    """Its first byte is asked for in the first version, the rest in the second."""
+def test_file_that_changes_during_download_is_refused(in_process: InProcessCommand, site: Callable[..., Site]) -> None:
+    """The first byte is requested from the old version, the rest from the new one."""
     changed = SHARDED | {"m-2.safetensors": os.urandom(3000)}
 
     def answer(path: str, query: dict[str, str], headers: Any) -> tuple[int, dict[str, str], bytes]:
         later = headers.get("Range", "bytes=0-0") != "bytes=0-0"
         return web(changed if later else SHARDED)(path, query, headers)
 
-    said = typed.refused(f"{site(answer).url}/models/chat", "--dir", "here")
-    assert "m-2.safetensors has changed during the download" in said
-    assert not (typed.home / "here" / "m-2.safetensors").exists()
+    error = in_process.refused(f"{site(answer).url}/models/chat", "--dir", "here")
+    assert "m-2.safetensors has changed during the download" in error
+    assert not (in_process.home / "here" / "m-2.safetensors").exists()

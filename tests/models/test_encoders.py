@@ -1,4 +1,4 @@
-"""Encoders against transformers and sentence-transformers: vectors, classes, in any company."""
+"""Encoders against transformers and sentence-transformers: embeddings and classes, alone and in batches."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def pooled(found: Tensor, kind: str) -> Tensor:
 
 @pytest.mark.parametrize("ops", ["reference", "cpu"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_vectors_are_made_of_the_librarys_hidden_states(family: str, ops: str, tmp_path: Path) -> None:
-    """Of a configuration that is drawn, prompts of 1 to 300 tokens in one batch."""
+def test_embeddings_match_hidden_states_of_transformers(family: str, ops: str, tmp_path: Path) -> None:
+    """With a drawn configuration, and prompts of 1 to 300 tokens in one batch."""
     if ops == "cpu":
         pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
     config = draw_config(family, Random(f"{family} {ops}"))
@@ -54,11 +54,11 @@ def test_vectors_are_made_of_the_librarys_hidden_states(family: str, ops: str, t
     found = [states(model, prompt) for prompt in PROMPTS]
     for kind in KINDS:
         params = PoolingParams(pooling_type=kind, normalize=False)  # type: ignore[arg-type]
-        for output, own in zip(llm.embed(PROMPTS, use_tqdm=False, pooling_params=params), found, strict=True):
-            assert output.outputs.embedding == pytest.approx(pooled(own, kind).tolist(), abs=2e-5)
+        for output, hidden in zip(llm.embed(PROMPTS, use_tqdm=False, pooling_params=params), found, strict=True):
+            assert output.outputs.embedding == pytest.approx(pooled(hidden, kind).tolist(), abs=2e-5)
     (default,) = llm.embed([PROMPTS[2]], use_tqdm=False, pooling_params=PoolingParams(dimensions=24))
-    wanted = found[2][0][:24]
-    assert default.outputs.embedding == pytest.approx((wanted / wanted.norm()).tolist(), abs=2e-5)
+    expected = found[2][0][:24]
+    assert default.outputs.embedding == pytest.approx((expected / expected.norm()).tolist(), abs=2e-5)
     (each,) = llm.encode([PROMPTS[3]], PoolingParams(normalize=False), use_tqdm=False, pooling_task="token_embed")
     torch.testing.assert_close(torch.tensor(each.outputs.data), found[3], atol=2e-5, rtol=0)
     assert llm.engine.scheduler.device_pool.num_free == llm.engine.scheduler.device_pool.total
@@ -71,8 +71,8 @@ def test_vectors_are_made_of_the_librarys_hidden_states(family: str, ops: str, t
 
 @pytest.mark.parametrize("labels", [1, 3])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_classes_are_the_librarys(family: str, labels: int, tmp_path: Path) -> None:
-    """Of texts and, where there is one class, of pairs, whose second text has a token type of its own in some."""
+def test_class_probabilities_match_transformers(family: str, labels: int, tmp_path: Path) -> None:
+    """Texts and, with one class, pairs. In some families the second text has another token type."""
     config = draw_config(family, Random(f"{family} {labels}"))
     model = save_encoder(config, tmp_path, labels)
     tokenizer, rng = AutoTokenizer.from_pretrained(tmp_path), Random(family)
@@ -88,8 +88,8 @@ def test_classes_are_the_librarys(family: str, labels: int, tmp_path: Path) -> N
 
     llm = LLM(tmp_path, dtype="float32", **OPTIONS)
     for output, text in zip(llm.classify(texts, use_tqdm=False), texts, strict=True):
-        wanted = logits(text).softmax(0) if labels > 1 else logits(text).sigmoid()
-        assert output.outputs.probs == pytest.approx(wanted.tolist(), abs=2e-5)
+        expected = logits(text).softmax(0) if labels > 1 else logits(text).sigmoid()
+        assert output.outputs.probs == pytest.approx(expected.tolist(), abs=2e-5)
         assert output.outputs.num_classes == labels
     raw = llm.classify(texts[1], use_tqdm=False, pooling_params=PoolingParams(use_activation=False))[0]
     assert raw.outputs.probs == pytest.approx(logits(texts[1]).tolist(), abs=5e-5)
@@ -116,7 +116,7 @@ def test_classes_are_the_librarys(family: str, labels: int, tmp_path: Path) -> N
     ids=lambda options: " ".join(map(str, options)),
 )
 @pytest.mark.parametrize("family", ["bert", "modernbert"])
-def test_a_vector_does_not_depend_on_its_company(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_embedding_does_not_depend_on_the_batch(family: str, options: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
     rng = Random(f"company {family}")
     save_encoder(draw_config(family, rng), tmp_path)
@@ -142,7 +142,7 @@ def test_a_vector_does_not_depend_on_its_company(family: str, options: dict[str,
 
 
 def run_all(engine: Engine, groups: list[list[EngineRequest]]) -> dict[str, bytes]:
-    """The vectors of requests, those of a group at once."""
+    """Embeddings by request id. The requests of a group run together."""
     found: dict[str, bytes] = {}
     for group in groups:
         for request in group:
@@ -153,7 +153,7 @@ def run_all(engine: Engine, groups: list[list[EngineRequest]]) -> dict[str, byte
 
 
 def move_transformer(folder: Path, inner: str) -> None:
-    """Move the files of the module Transformer to a folder of its own."""
+    """Move the files of the module Transformer to a separate folder."""
     modules = json.loads((folder / "modules.json").read_text())
     assert modules[0]["path"] == ""
     modules[0]["path"] = inner
@@ -166,8 +166,8 @@ def move_transformer(folder: Path, inner: str) -> None:
 
 
 @pytest.mark.parametrize("inner", ["", "0_Transformer"])
-def test_files_of_sentence_transformers_are_read(tmp_path: Path, inner: str) -> None:
-    """Pooling, dense layers, norm, lower case, maximum length, and prompts; also as older versions laid them out."""
+def test_sentence_transformers_checkpoint_matches_its_library(tmp_path: Path, inner: str) -> None:
+    """Pooling, dense layers, norm, lower case, maximum length, and prompts; also in the layout of older versions."""
     from sentence_transformers import SentenceTransformer, models
 
     save_encoder(BertConfig(**SIZES, max_position_embeddings=128), tmp_path / "encoder")
@@ -189,9 +189,9 @@ def test_files_of_sentence_transformers_are_read(tmp_path: Path, inner: str) -> 
     assert llm.engine.max_model_len == 24
     texts = ["The RIVER", "late train", "a cat in the light"]
     for name in (None, "query", ""):
-        wanted = library.encode(texts, prompt_name=name) if name != "" else library.encode(texts, prompt="")
-        for output, own in zip(llm.embed(texts, use_tqdm=False, prompt_name=name), wanted, strict=True):
-            assert output.outputs.embedding == pytest.approx(own.tolist(), abs=2e-5)
+        expected = library.encode(texts, prompt_name=name) if name != "" else library.encode(texts, prompt="")
+        for output, vector in zip(llm.embed(texts, use_tqdm=False, prompt_name=name), expected, strict=True):
+            assert output.outputs.embedding == pytest.approx(vector.tolist(), abs=2e-5)
     with pytest.raises(PenstockError, match="its prompts are: query"):
         llm.embed(texts, use_tqdm=False, prompt_name="passage")
     long = " ".join(["river"] * 60)
@@ -206,8 +206,8 @@ def test_files_of_sentence_transformers_are_read(tmp_path: Path, inner: str) -> 
 
 
 @pytest.mark.parametrize("prefix", ["", "bert."])
-def test_old_checkpoints_of_bert_are_read(prefix: str, tmp_path: Path) -> None:
-    """As converted from TensorFlow: ``gamma`` and ``beta``, a pickle, ``vocab.txt``, and no architecture named."""
+def test_old_bert_checkpoint_is_read(prefix: str, tmp_path: Path) -> None:
+    """As converted from TensorFlow: ``gamma`` and ``beta``, a pickle, ``vocab.txt``, and no encoder architecture."""
     config = BertConfig(**SIZES, max_position_embeddings=128)
     model = save_encoder(config, tmp_path / "new")
     old = tmp_path / "old"
@@ -224,11 +224,11 @@ def test_old_checkpoints_of_bert_are_read(prefix: str, tmp_path: Path) -> None:
     llm = LLM(old, dtype="float32", **OPTIONS)
     texts, params = ["The RIVER opens", "a late train"], PoolingParams(normalize=False)
     for output, text in zip(llm.embed(texts, use_tqdm=False, pooling_params=params), texts, strict=True):
-        wanted = states(model, [2, *(len(SPECIAL) + WORDS.index(word) for word in text.lower().split()), 3])[0]
-        assert output.outputs.embedding == pytest.approx(wanted.tolist(), abs=2e-5)
+        expected = states(model, [2, *(len(SPECIAL) + WORDS.index(word) for word in text.lower().split()), 3])[0]
+        assert output.outputs.embedding == pytest.approx(expected.tolist(), abs=2e-5)
 
 
-def test_what_an_encoder_cannot_have_is_refused_by_name(tmp_path: Path) -> None:
+def test_options_unsupported_for_encoders_are_refused(tmp_path: Path) -> None:
     save_encoder(BertConfig(**SIZES, max_position_embeddings=128), tmp_path)
     for options, field in (
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
@@ -244,8 +244,8 @@ def test_what_an_encoder_cannot_have_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sizes_are_those_of_the_files(family: str, tmp_path: Path) -> None:
-    """What ``penstock plan memory`` computes: all matrices of the encoder."""
+def test_planned_sizes_equal_the_matrices_of_the_encoder(family: str, tmp_path: Path) -> None:
+    """Sizes as ``penstock plan memory`` computes them."""
     config = draw_config(family, Random(f"size {family}"))
     model = save_encoder(config, tmp_path)
     size = model_size_of(config.to_dict() | {"architectures": [type(model).__name__]})
@@ -258,7 +258,7 @@ def test_sizes_are_those_of_the_files(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["BertLMHeadModel", "RobertaForCausalLM"])
 def test_decoder_of_encoder_class_has_size(name: str) -> None:
-    """An architecture that only transformers runs: an encoder's family does not compute it."""
+    """Only transformers runs these architectures: Penstock's family is an encoder."""
     config = BertConfig().to_dict() | {"architectures": [name]}
     size = model_size_of(config)
     assert (size.architecture, size.encoder) == (name, False)

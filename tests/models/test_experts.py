@@ -43,7 +43,7 @@ FORMATS = {name: scheme.layers for name, scheme in SCHEMES.items() if not scheme
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
-@pytest.fixture(params=kernels.available())  # for each test: those without it compare with other processes
+@pytest.fixture(params=kernels.available())  # function scope: other tests compare with processes on the default set
 def instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
     before = kernels.current()
     kernels.use(request.param)
@@ -67,19 +67,19 @@ ROUTINGS = {
 
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_router(instruction_set: None, routing: Routing, with_bias: bool) -> None:
+def test_router_matches_reference(instruction_set: None, routing: Routing, with_bias: bool) -> None:
     logits, bias = randn(0, 70, 12), randn(1, 12) if with_bias else None
-    logits[5] = 0.5  # ties: the lowest experts
+    logits[5] = 0.5  # ties: the lowest ids are chosen
     ids, weights = cpu.select_experts(logits, routing, bias)
     expected = reference.select_experts(logits, routing, bias)
     if routing.top_groups == routing.groups or with_bias:
         assert torch.equal(ids, expected[0])
-    rows = slice(6, None)  # of groups that tie, the reference may have others
+    rows = slice(6, None)  # if groups tie, the reference may choose others
     assert torch.equal(ids[rows], expected[0][rows])
     torch.testing.assert_close(weights[rows], expected[1][rows], atol=1e-6, rtol=1e-5)
 
 
-def test_a_router_chooses_experts_whatever_the_logits_are(instruction_set: None) -> None:
+def test_router_chooses_valid_experts_for_nan_and_infinite_logits(instruction_set: None) -> None:
     logits = randn(0, 6, 16)
     logits[0], logits[1, 3], logits[2], logits[3] = float("nan"), float("nan"), float("inf"), float("-inf")
     for routing in ROUTINGS.values():
@@ -88,7 +88,7 @@ def test_a_router_chooses_experts_whatever_the_logits_are(instruction_set: None)
 
 
 def layer(ops: Any, pack: Callable[[Any, int], Any], sizes: tuple[int, int, int], first: int = 0, end: int = -1) -> Any:
-    """Expert matrices for gate and up, and for down: of experts from ``first`` to ``end``."""
+    """Matrices for gate and up, and for down, of the experts ``first`` to ``end``."""
     experts, hidden, intermediate = sizes
     own = range(experts)[first : end if end >= 0 else None]
     gate_up = [pack(randn(2 * e, 2 * intermediate, hidden) * hidden**-0.5, e) for e in own]
@@ -104,21 +104,22 @@ def compute(ops: Any, x: Tensor, matrices: Any, ids: Tensor, weights: Tensor, *s
 
 
 @pytest.mark.parametrize(("name", "dtype"), [(name, torch.bfloat16) for name in FORMATS] + [("none", torch.float32)])
-def test_products(instruction_set: None, name: str, dtype: torch.dtype) -> None:
-    """Against the reference, and bit by bit in any batch."""
+def test_experts_match_reference_and_do_not_depend_on_the_batch(
+    instruction_set: None, name: str, dtype: torch.dtype
+) -> None:
     format = FORMATS[name]
     for tokens, sizes, top_k in ((1, (8, 96, 64), 2), (40, (16, 130, 40), 4), (230, (5, 70, 128), 3)):
         x = randn(3, tokens, sizes[1], dtype=dtype)
         ids, weights = cpu.select_experts(randn(4, tokens, sizes[0]), Routing(top_k))
         shared, gate = randn(5, tokens, sizes[1], dtype=dtype), randn(6, tokens, 1)
 
-        def made(ops: Any, own_sizes: tuple[int, int, int] = sizes) -> Any:
+        def build(ops: Any, own_sizes: tuple[int, int, int] = sizes) -> Any:
             return layer(ops, lambda weight, _: ops.pack([weight.to(dtype)], None, format), own_sizes)
 
-        matrices = made(cpu)
+        matrices = build(cpu)
         got, expected = (
             compute(ops, x, own, ids, weights, shared, gate)
-            for ops, own in ((cpu, matrices), (reference, made(reference)))
+            for ops, own in ((cpu, matrices), (reference, build(reference)))
         )
         torch.testing.assert_close(got, expected, atol=2 * TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])
         for first, end in ((0, 1), (tokens // 2, tokens), (tokens // 3, tokens // 3 + 7)):
@@ -127,15 +128,15 @@ def test_products(instruction_set: None, name: str, dtype: torch.dtype) -> None:
             assert torch.equal(part, got[rows])
 
 
-READY_MADE = (
+STORED_FORMATS = (
     *(Format(4, 32, asymmetric=True), Format(4, 32, 8, asymmetric=True), Format(8), Format(4, 32, floating=True)),
     Format(4, 32, 8, asymmetric=True, activation_groups=True),
 )
 
 
-@pytest.mark.parametrize("format", READY_MADE, ids=str)
-def test_ready_made_weights(instruction_set: None, format: Format) -> None:
-    """With offsets, and the inputs of every other expert in an order of its own."""
+@pytest.mark.parametrize("format", STORED_FORMATS, ids=str)
+def test_experts_with_stored_formats_match_reference(instruction_set: None, format: Format) -> None:
+    """With offsets, and with reordered inputs in every other expert."""
     sizes = 6, 96, 64
     x = randn(3, 50, 96, dtype=torch.bfloat16)
     ids, weights = cpu.select_experts(randn(4, 50, 6), Routing(2))
@@ -143,9 +144,9 @@ def test_ready_made_weights(instruction_set: None, format: Format) -> None:
     def pack(ops: Any) -> Callable[[Tensor, int], Any]:
         def packed(weight: Tensor, expert: int) -> Any:
             generator, (outputs, inputs) = torch.Generator().manual_seed(expert), weight.shape
-            most, groups = 1 << (format.bits - 1), -(-inputs // (format.group_size or inputs))
-            values = torch.randint(-most, most, (outputs, inputs), generator=generator).to(torch.int8)
-            scales, offsets = (torch.randn(outputs, groups, generator=generator) / most / 8 for _ in range(2))
+            limit, groups = 1 << (format.bits - 1), -(-inputs // (format.group_size or inputs))
+            values = torch.randint(-limit, limit, (outputs, inputs), generator=generator).to(torch.int8)
+            scales, offsets = (torch.randn(outputs, groups, generator=generator) / limit / 8 for _ in range(2))
             order = torch.randperm(inputs, generator=generator) if expert % 2 else None
             given = QuantizedWeight(values, scales, format, offsets if format.asymmetric else None, order)
             return ops.pack_quantized([given], torch.bfloat16)
@@ -156,8 +157,8 @@ def test_ready_made_weights(instruction_set: None, format: Format) -> None:
     torch.testing.assert_close(got, expected, atol=5e-2, rtol=5e-2)
 
 
-def test_some_of_the_experts(instruction_set: None) -> None:
-    """As a rank has them: products of others are left as they are."""
+def test_rank_computes_only_its_experts(instruction_set: None) -> None:
+    """Output rows of other experts are left unchanged."""
     sizes = 7, 64, 64
     x, (ids, _) = randn(3, 30, 64), cpu.select_experts(randn(4, 30, 7), Routing(3))
 
@@ -176,7 +177,7 @@ def test_some_of_the_experts(instruction_set: None) -> None:
     torch.testing.assert_close(reference_out[ids >= 3], whole[ids >= 3], atol=1e-5, rtol=1e-5)
 
 
-def test_places_of_replicas_and_counts() -> None:
+def test_experts_are_placed_on_replicas_and_counted() -> None:
     ids = torch.tensor([[0, 2], [2, 1], [2, 0], [1, 2]])
     places = torch.tensor([[1, 4, 0, 0], [1, 1, 0, 0], [3, 0, 2, 3]])
     for ops in (cpu, reference):
@@ -188,7 +189,7 @@ def test_places_of_replicas_and_counts() -> None:
     assert counts.tolist() == [3, 3, 6]
 
 
-def test_experts_of_several_shapes_are_refused() -> None:
+def test_experts_of_different_shapes_are_refused() -> None:
     with pytest.raises(PenstockError, match="differ in shape or format"):
         cpu.stack_experts([cpu.pack([randn(0, 64, 32)]), cpu.pack([randn(0, 64, 64)])])
 
@@ -259,7 +260,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "minimax-m2": MiniMaxM2Config(**SMALL, num_local_experts=8, num_experts_per_tok=2, head_dim=32, rotary_dim=16),
 }
 TIGHT = {"block_size": 16, "num_gpu_blocks_override": 30, "max_num_batched_tokens": 50}
-"""Chunks, and less cache than six sequences take: some are preempted."""
+"""Options with chunked prefill, and less cache than six sequences need, so that some are preempted."""
 
 
 FEW = ("qwen3-moe, step", "qwen2-moe", "glm-4.5, groups, two shared")
@@ -274,7 +275,7 @@ def checkpoint(
 
 
 def save_with_bias(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
-    """As ``save``, with biases of routers that are not zero."""
+    """Like ``save``, with router biases that are not zero."""
     model = save(config, folder)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
@@ -297,10 +298,14 @@ def generate(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[RequestOutput
     return outputs
 
 
-def told(output: RequestOutput) -> list[Any]:
-    (made,) = output.outputs
-    positions = [*(output.prompt_logprobs or [])[1:], *(made.logprobs or [])]
-    return [made.token_ids, *([(token, found.logprob) for token, found in (row or {}).items()] for row in positions)]
+def tokens_and_logprobs(output: RequestOutput) -> list[Any]:
+    """Generated tokens, followed by the log probabilities of each position."""
+    (completion,) = output.outputs
+    positions = [*(output.prompt_logprobs or [])[1:], *(completion.logprobs or [])]
+    return [
+        completion.token_ids,
+        *([(token, found.logprob) for token, found in (row or {}).items()] for row in positions),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -308,15 +313,15 @@ def told(output: RequestOutput) -> list[Any]:
     [*((name, "cpu") for name in CONFIGS), *((name, "reference") for name in FEW)],
     indirect=["checkpoint"],
 )
-def test_families(checkpoint: tuple[Path, PreTrainedModel], ops: str) -> None:
-    """In a batch, chunks and little cache; against the library's one sequence at a time."""
+def test_family_matches_transformers(checkpoint: tuple[Path, PreTrainedModel], ops: str) -> None:
+    """In a batch, in chunks and with preemption; transformers runs one sequence at a time."""
     folder, model = checkpoint
     for prompt, output in zip(PROMPTS, generate(LLM(folder, dtype="float32", ops=ops, **TIGHT)), strict=True):
-        (made,) = output.outputs
+        (completion,) = output.outputs
         with torch.inference_mode():
-            table = model(torch.tensor([prompt + made.token_ids])).logits[0].log_softmax(-1)
-        assert table[len(prompt) - 1 : -1].argmax(-1).tolist() == made.token_ids
-        for row, position in zip(table, told(output)[1:], strict=False):
+            table = model(torch.tensor([prompt + completion.token_ids])).logits[0].log_softmax(-1)
+        assert table[len(prompt) - 1 : -1].argmax(-1).tolist() == completion.token_ids
+        for row, position in zip(table, tokens_and_logprobs(output)[1:], strict=False):
             for token, logprob in position:
                 assert logprob == pytest.approx(row[token].item(), abs=5e-5)
 
@@ -324,17 +329,17 @@ def test_families(checkpoint: tuple[Path, PreTrainedModel], ops: str) -> None:
 @pytest.mark.parametrize(
     "checkpoint", [FEW[0], pytest.param(FEW[1], marks=pytest.mark.thorough), FEW[2]], indirect=True
 )
-def test_no_request_depends_on_its_company(checkpoint: tuple[Path, PreTrainedModel]) -> None:
-    """Alone, and in a batch, in bfloat16 and in integers."""
+def test_outputs_do_not_depend_on_the_batch(checkpoint: tuple[Path, PreTrainedModel]) -> None:
+    """Unquantized and quantized."""
     folder, _ = checkpoint
     for quantization in ("none", "w4a8"):
         llm = LLM(folder, dtype="bfloat16", ops="cpu", quantization=quantization, weight_cache_dir="none", **TIGHT)
-        together = [told(output) for output in generate(llm)]
-        assert [told(generate(llm, [prompt])[0]) for prompt in PROMPTS] == together
+        together = [tokens_and_logprobs(output) for output in generate(llm)]
+        assert [tokens_and_logprobs(generate(llm, [prompt])[0]) for prompt in PROMPTS] == together
 
 
-def bring_rows_together(model: PreTrainedModel) -> None:
-    """Make the rows of routers differ by less than bfloat16 can tell, and nothing else decide."""
+def equalize_routers(model: PreTrainedModel) -> None:
+    """Make the rows of each router differ by less than bfloat16 resolves, and its biases zero."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name.endswith("gate.weight"):
             steps = torch.arange(len(tensor))[:, None] * 2.0**-11
@@ -363,24 +368,24 @@ FLOAT32_ROUTERS = {name: CONFIGS[name] for name in ("ernie-4.5", "glm-4.5", "min
 
 
 @pytest.mark.parametrize(("config", "ops"), [*((name, "cpu") for name in FLOAT32_ROUTERS), ("ernie-4.5", "reference")])
-def test_routers_in_float32(config: str, ops: str, tmp_path: Path) -> None:
-    """In a model of bfloat16, where the library or, of MiniMax-M2, the publisher has them so: the same experts as of
-    the model in float32."""
+def test_routers_of_bfloat16_model_compute_in_float32(config: str, ops: str, tmp_path: Path) -> None:
+    """Families whose routers are in float32 in transformers or, for MiniMax-M2, in the publisher's code. They choose
+    the same experts as the model in float32."""
     model = save(FLOAT32_ROUTERS[config], tmp_path)
-    bring_rows_together(model)
+    equalize_routers(model)
     model.save_pretrained(tmp_path)
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     (output,) = LLM(tmp_path, dtype="bfloat16", ops=ops, **TIGHT).generate([PROMPTS[3]], params, use_tqdm=False)
     rows = zip(output.prompt_logprobs[1:], PROMPTS[3][1:], strict=True)
     got = torch.tensor([row[token].logprob for row, token in rows])
     with torch.inference_mode():
-        wanted = model(torch.tensor([PROMPTS[3]])).logits[0].log_softmax(-1)[range(99), PROMPTS[3][1:]]
-    assert (got - wanted).abs().mean() < 0.1
+        expected = model(torch.tensor([PROMPTS[3]])).logits[0].log_softmax(-1)[range(99), PROMPTS[3][1:]]
+    assert (got - expected).abs().mean() < 0.1
 
 
 @pytest.mark.parametrize("name", ["gptq asymmetric, act-order, v2", "awq g32", "compressed-tensors w8a8", "fp8 blocks"])
-def test_quantized_checkpoints(name: str, tmp_path: Path) -> None:
-    """Experts that a checkpoint has quantized, beside the weights that these mean."""
+def test_quantized_experts_match_their_dequantized_weights(name: str, tmp_path: Path) -> None:
+    """Compares a checkpoint with quantized experts and one with the dequantized weights."""
     kind, generator = KINDS[name], torch.Generator().manual_seed(0)
     folders = tmp_path / "quantized", tmp_path / "plain"
     config = Qwen2MoeConfig(
@@ -407,32 +412,32 @@ def test_quantized_checkpoints(name: str, tmp_path: Path) -> None:
     for folder, tensors in zip(folders, (quantized, plain), strict=True):
         save_file(tensors, folder / "model.safetensors")
     path = folders[0] / "config.json"
-    left = [name.removesuffix(".weight") for name in stored if ".experts." not in name]
-    given = kind.config | {"modules_to_not_convert": left, "ignore": left}
+    unquantized = [name.removesuffix(".weight") for name in stored if ".experts." not in name]
+    given = kind.config | {"modules_to_not_convert": unquantized, "ignore": unquantized}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": given}))
     found = [
-        [logprob for row in told(output)[1:] for _, logprob in row[:1]]
+        [logprob for row in tokens_and_logprobs(output)[1:] for _, logprob in row[:1]]
         for folder in folders
         for output in generate(LLM(folder, dtype="bfloat16", ops="cpu", **TIGHT), PROMPTS[3:4])
     ]
     got, expected = (torch.tensor(row[:99]) for row in found)  # of the prompt
-    assert (got - expected).abs().mean() < 0.2  # in 8-bit activations, too; log probabilities are -8 on average
+    assert (got - expected).abs().mean() < 0.2  # also with 8-bit activations; log probabilities are -8 on average
 
 
 @pytest.mark.parametrize("name", ["qwen3-moe, norm, dense layers", "qwen2-moe, one of five", "ernie-4.5"])
-def test_ranks_have_the_same_bits(name: str, tmp_path: Path) -> None:
-    """Ranks that have shares of each expert, and ranks that have whole experts."""
+def test_ranks_compute_the_same_bits_as_one(name: str, tmp_path: Path) -> None:
+    """With a share of each expert per rank, and with whole experts per rank."""
     save(CONFIGS[name], tmp_path)
     quantization = "none" if name.startswith("qwen2") else "w4a8"
     options: dict[str, Any] = {"dtype": "bfloat16", "ops": "cpu", "quantization": quantization, **TIGHT}
-    expected = [told(output) for output in generate(LLM(tmp_path, **options))]
+    expected = [tokens_and_logprobs(output) for output in generate(LLM(tmp_path, **options))]
     for by_expert in (False, True):
         ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": by_expert, "expert_parallel_size": 2 * by_expert}
         llm = LLM(tmp_path, distributed_executor_backend="mp", **ranks, **options)
-        assert [told(output) for output in generate(llm)] == expected
+        assert [tokens_and_logprobs(output) for output in generate(llm)] == expected
 
 
-def test_ranks_that_cannot_share_experts_are_refused(tmp_path: Path) -> None:
+def test_invalid_expert_parallel_size_is_refused(tmp_path: Path) -> None:
     save(CONFIGS["qwen3-moe"], tmp_path)
     with pytest.raises(PenstockError, match=r"expert_parallel_size: must be tensor_parallel_size \(2\)"):
         LLM(tmp_path, tensor_parallel_size=2, enable_expert_parallel=True, expert_parallel_size=3)
@@ -440,11 +445,11 @@ def test_ranks_that_cannot_share_experts_are_refused(tmp_path: Path) -> None:
         LLM(tmp_path, tensor_parallel_size=2, expert_parallel_size=2)
 
 
-def test_experts_in_one_tensor(tmp_path: Path) -> None:
-    """As transformers has them in memory: the same bits as of experts that are stored one by one."""
+def test_experts_stored_in_one_tensor_compute_the_same_bits(tmp_path: Path) -> None:
+    """transformers has this layout in memory."""
     save(CONFIGS["qwen3-moe"], tmp_path)
     options: dict[str, Any] = {"dtype": "bfloat16", "ops": "cpu", "quantization": "w8a8", **TIGHT}
-    expected = [told(output) for output in generate(LLM(tmp_path, **options))]
+    expected = [tokens_and_logprobs(output) for output in generate(LLM(tmp_path, **options))]
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     fused: dict[str, list[Tensor]] = {}
@@ -458,12 +463,11 @@ def test_experts_in_one_tensor(tmp_path: Path) -> None:
             rows.append(tensors.pop(name))
     assert fused
     save_file(tensors | {name: torch.stack(experts) for name, experts in fused.items()}, file)
-    assert [told(output) for output in generate(LLM(tmp_path, **options))] == expected
+    assert [tokens_and_logprobs(output) for output in generate(LLM(tmp_path, **options))] == expected
 
 
-def test_experts_are_quantized_by_their_own_inputs(tmp_path: Path) -> None:
-    """By ``penstock quantize``: GPTQ's error is less than that of rounding; routers are left as they are, and experts
-    that no token chooses are rounded."""
+def test_gptq_calibrates_each_expert_on_its_inputs(tmp_path: Path) -> None:
+    """GPTQ's error is below that of rounding. Routers are not quantized; experts that no token chooses are rounded."""
     sizes = SMALL | {"vocab_size": 3584}
     save(Qwen3MoeConfig(**sizes, **SPARSE, num_local_experts=24, sliding_window=None), tmp_path / "model")
     texts = tmp_path / "texts.txt"

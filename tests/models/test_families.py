@@ -1,4 +1,4 @@
-"""Every family of text models against transformers, with configurations drawn at random: on switches and off."""
+"""Every family of text models against transformers, with randomly drawn configurations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from penstock.models import read_config
 pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
 
 DRAWS = int(os.environ.get("PENSTOCK_FAMILY_DRAWS", "20"))
-"""Configurations of each family in the thorough test."""
+"""Number of configurations per family in the thorough test."""
 TOLERANCE = 2e-5
 PROMPTS = [[Random(length).randrange(2, VOCABULARY) for _ in range(length)] for length in (1, 7, 40, 99, 170, 300)]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=2, ignore_eos=True)
@@ -47,80 +47,84 @@ OPTIONS: dict[str, Any] = {
 
 
 def check(folder: Path, model: PreTrainedModel) -> None:
-    """In a batch and in chunks, with preemption, and again from the prefix cache: the library's tokens and, up to
-    ``TOLERANCE``, its log probabilities. Where its own errors, against itself in float64, are not much smaller than
-    that, thrice those."""
+    """Compare a model with transformers: in a batch, in chunks, with preemption, and again from the prefix cache.
+
+    Greedy tokens are equal. Log probabilities differ by at most ``TOLERANCE``, or by three times the error of
+    transformers in float32, relative to float64.
+    """
     llm = LLM(folder, **OPTIONS)
     first, again = (llm.generate(PROMPTS, GREEDY, use_tqdm=False) for _ in range(2))
     assert llm.engine.scheduler.num_preemptions > 0
     assert any(output.num_cached_tokens for output in again)
     whole = llm.generate(PROMPTS, WITH_PROMPT, use_tqdm=False)
     exact = deepcopy(model).double()
-    exact.config._experts_implementation = "eager"  # others compute in no float64
-    error, own_error = 0.0, 0.0
+    exact.config._experts_implementation = "eager"  # others do not compute in float64
+    error, library_error = 0.0, 0.0
     for prompt, output, repeated, with_prompt in zip(PROMPTS, first, again, whole, strict=True):
-        (made,) = output.outputs
-        assert repeated.outputs[0].token_ids == made.token_ids
-        assert repeated.outputs[0].logprobs == made.logprobs
+        (completion,) = output.outputs
+        assert repeated.outputs[0].token_ids == completion.token_ids
+        assert repeated.outputs[0].logprobs == completion.logprobs
         with torch.inference_mode():
-            given = torch.tensor([prompt + made.token_ids])
+            given = torch.tensor([prompt + completion.token_ids])
             library, table = (each(given).logits[0].log_softmax(-1) for each in (model, exact))
-        assert library[len(prompt) - 1 : -1].argmax(-1).tolist() == made.token_ids
-        told = [*(with_prompt.prompt_logprobs or [])[1:], *(made.logprobs or [])]
-        assert len(told) == len(prompt) + len(made.token_ids) - 1
-        for row, own, position in zip(table, library, told, strict=False):
+        assert library[len(prompt) - 1 : -1].argmax(-1).tolist() == completion.token_ids
+        reported = [*(with_prompt.prompt_logprobs or [])[1:], *(completion.logprobs or [])]
+        assert len(reported) == len(prompt) + len(completion.token_ids) - 1
+        for row, library_row, position in zip(table, library, reported, strict=False):
             assert position
             for token_id, found in position.items():
-                error = max(error, abs(found.logprob - own[token_id].item()))
-                own_error = max(own_error, abs(own[token_id].item() - row[token_id].item()))
-    assert error <= max(TOLERANCE, 3 * own_error)
+                error = max(error, abs(found.logprob - library_row[token_id].item()))
+                library_error = max(library_error, abs(library_row[token_id].item() - row[token_id].item()))
+    assert error <= max(TOLERANCE, 3 * library_error)
 
 
 @pytest.mark.parametrize("family", FAMILIES | WITH_EXPERTS)
-def test_tokens_and_log_probabilities(family: str, tmp_path: Path) -> None:
+def test_family_matches_transformers(family: str, tmp_path: Path) -> None:
     check(tmp_path, draw(family, 0, tmp_path))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES | WITH_EXPERTS)
-def test_other_configurations(family: str, tmp_path: Path) -> None:
+def test_drawn_configs_match_transformers(family: str, tmp_path: Path) -> None:
     for seed in range(1, DRAWS + 1):
         check(tmp_path / str(seed), draw(family, seed, tmp_path / str(seed)))
 
 
 @torch.inference_mode()
 def bfloat16_errors(folder: Path, model: PreTrainedModel) -> tuple[float, float]:
-    """Errors of the prompts' log probabilities in bfloat16, against the library in float32: ours, and its own."""
+    """Errors of prompt log probabilities in bfloat16, of Penstock and transformers, relative to float32."""
     rough = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    if model.config._experts_implementation == "eager":  # others cannot take every size
+    if model.config._experts_implementation == "eager":  # others do not support every size
         rough.set_experts_implementation("eager")
     llm = LLM(folder, **OPTIONS | {"dtype": "bfloat16", "max_num_batched_tokens": 512})
     prompts = [[Random(seed).randrange(2, VOCABULARY) for _ in range(200)] for seed in range(4)]
     errors = torch.zeros(2, dtype=torch.float64)
     for prompt, output in zip(prompts, llm.generate(prompts, WITH_PROMPT, use_tqdm=False), strict=True):
-        wanted, theirs = (
+        expected, theirs = (
             each(torch.tensor([prompt])).logits[0].float().log_softmax(-1)[range(199), prompt[1:]]
             for each in (model, rough)
         )
-        told = output.prompt_logprobs or []
-        mine = torch.tensor([found[token].logprob for found, token in zip(told[1:], prompt[1:], strict=True) if found])
-        errors += torch.tensor([float((got - wanted).square().sum()) for got in (mine, theirs)])
+        prompt_logprobs = output.prompt_logprobs or []
+        mine = torch.tensor(
+            [found[token].logprob for found, token in zip(prompt_logprobs[1:], prompt[1:], strict=True) if found]
+        )
+        errors += torch.tensor([float((got - expected).square().sum()) for got in (mine, theirs)])
     ours, library = errors.sqrt().tolist()
     return ours, library
 
 
 @pytest.mark.parametrize("family", ["Gemma3", "Olmo2", "Cohere2", "Granite"])
-def test_bfloat16_is_no_worse_than_the_librarys(family: str, tmp_path: Path) -> None:
+def test_bfloat16_error_is_near_that_of_transformers(family: str, tmp_path: Path) -> None:
     ours, library = bfloat16_errors(tmp_path, draw(family, 0, tmp_path))
     assert ours <= 1.2 * library
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES | WITH_EXPERTS)
-def test_bfloat16_of_other_configurations(family: str, tmp_path: Path) -> None:
-    """Over several draws, since one of them tells little: a model's errors depend on each other, as all positions see
-    the first ones, and another rounding there makes them half or twice as large. So the mean of the logarithms of the
-    ratios is compared, less twice its own standard error."""
+def test_mean_bfloat16_error_is_near_that_of_transformers(family: str, tmp_path: Path) -> None:
+    """Over several configurations: the errors of a single model are correlated, as all positions attend to the first
+    ones, and another rounding there halves or doubles them. Compares the mean of the logarithms of the ratios, minus
+    twice its standard error."""
     ratios = []
     for seed in range(1, 9):
         ours, library = bfloat16_errors(tmp_path / str(seed), draw(family, seed, tmp_path / str(seed)))
@@ -129,14 +133,13 @@ def test_bfloat16_of_other_configurations(family: str, tmp_path: Path) -> None:
     assert statistics.mean(ratios) - 2 * error <= math.log(1.2)
 
 
-def test_internlm2(tmp_path: Path) -> None:
+def test_internlm2_matches_llama(tmp_path: Path) -> None:
     model = draw_llama_without_biases(tmp_path)
     rewrite_as_internlm2(tmp_path)
     check(tmp_path, model)
 
 
-def test_llama4_without_its_vision_tower(tmp_path: Path) -> None:
-    """Of a checkpoint that has one, the language model runs, and images are refused."""
+def test_composite_llama4_runs_text_and_refuses_images(tmp_path: Path) -> None:
     model, text = draw("Llama4", 0, tmp_path / "text"), json.loads((tmp_path / "text" / "config.json").read_text())
     whole = tmp_path / "whole"
     whole.mkdir()
@@ -150,15 +153,15 @@ def test_llama4_without_its_vision_tower(tmp_path: Path) -> None:
     image = [{"type": "image_url", "image_url": {"url": "data:,"}}]
     llm = LLM(whole, **OPTIONS)
     with torch.inference_mode():
-        wanted = model(torch.tensor([PROMPTS[2]])).logits[0, -1].argmax().item()
+        expected = model(torch.tensor([PROMPTS[2]])).logits[0, -1].argmax().item()
     (output,) = llm.generate([PROMPTS[2]], GREEDY, use_tqdm=False)
-    assert output.outputs[0].token_ids[0] == wanted
+    assert output.outputs[0].token_ids[0] == expected
     with pytest.raises(PenstockError, match="images: are not supported by this model"):
         llm.chat([{"role": "user", "content": image}])
 
 
-def test_early_config_json_files(tmp_path: Path) -> None:
-    """Of Gemma 3 and Phi-3, before ``rope_parameters`` and ``layer_types``: the same configuration."""
+def test_early_config_json_has_the_same_meaning(tmp_path: Path) -> None:
+    """Files from before ``rope_parameters`` and ``layer_types``."""
     for family in ("Gemma3", "Phi3", "Cohere2", "Gemma2"):
         folder = tmp_path / family
         model = draw(family, 0, folder)

@@ -1,6 +1,6 @@
-"""The table of docs/models.md: what it says of each family is what runs.
+"""The table of features in docs/models.md: each cell is run, and works or is refused as documented.
 
-In the suite those families run whose layers are special; the thorough tests run every cell.
+The default suite runs the families with special layers; the thorough tests run every cell.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ OPTIONS: dict[str, Any] = {"block_size": 16, "num_gpu_blocks_override": 60, "wei
 OPTIONS |= {"max_model_len": 320}
 PROMPTS = [[Random(length).randrange(2, VOCABULARY) for _ in range(length)] for length in (3, 40, 120)]
 TOKENS = 3584
-"""Of the tokenizer, for grammars."""
+"""Vocabulary size of the tokenizer, for grammars."""
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=1, ignore_eos=True)
 TARGETS = "q_proj k_proj v_proj qkv_proj o_proj gate_proj up_proj gate_up_proj down_proj c_fc c_proj".split()
 TARGETS += ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"]
 SPECIAL = ("Gemma3", "Olmo2", "Cohere", "Phi3")
-"""Families that run in the suite: with float32 norms, norms over all heads, norms by head, and fused projections."""
+"""Families in the default suite: with float32 norms, norms over all heads, norms by head, and fused projections."""
 
 
 def rows() -> dict[str, dict[str, str]]:
@@ -75,7 +75,7 @@ def results(llm: LLM, lora: LoRARequest | None = None) -> list[Any]:
 
 
 def adapter(folder: Path) -> Path:
-    """An adapter of all linear modules, beside the checkpoint."""
+    """Save an adapter of all linear modules in the folder of the checkpoint."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     present = {name.rpartition(".")[2] for name, _ in model.named_modules()}
@@ -91,7 +91,7 @@ def adapter(folder: Path) -> Path:
 
 
 def lora(folder: Path) -> None:
-    """As PEFT computes it, beside requests without."""
+    """Greedy tokens with an adapter match PEFT."""
     path = adapter(folder)
     llm = LLM(folder, dtype="float32", enable_lora=True, max_loras=1, **OPTIONS)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), path)
@@ -101,8 +101,8 @@ def lora(folder: Path) -> None:
         assert logits.argmax(-1).tolist() == token_ids
 
 
-def together(folder: Path) -> None:
-    """An adapter, a grammar, speculation, and quantized weights and cache; drafts change no bit of the answers."""
+def combined(folder: Path) -> None:
+    """An adapter, a grammar, speculation, and quantized weights and cache. Drafts do not change the answers."""
     path = folder / "adapter"
     options = OPTIONS | {
         "dtype": "bfloat16",
@@ -112,17 +112,17 @@ def together(folder: Path) -> None:
         "max_loras": 1,
     }
     guided = SamplingParams(temperature=0, max_tokens=8, guided_decoding=GuidedDecodingParams(regex="[ab]{4}"))
-    made = []
+    answers = []
     for more in ({}, {"speculative_config": NGRAM}):
         llm = LLM(folder, **options, **more)
         (chosen,) = llm.generate([PROMPTS[0]], guided, use_tqdm=False)
         assert re.fullmatch("[ab]{4}", chosen.outputs[0].text)
-        made.append([results(llm), results(llm, LoRARequest("a", 1, str(path)))])
-    assert made[0] == made[1]
+        answers.append([results(llm), results(llm, LoRARequest("a", 1, str(path)))])
+    assert answers[0] == answers[1]
 
 
 def ranks_and_stages(folder: Path) -> None:
-    """Two ranks, and two stages: the bits of one."""
+    """Two ranks, and two stages, compute the same bits as one."""
     alone = results(LLM(folder, dtype="float32", **OPTIONS))
     for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
         llm = LLM(folder, dtype="float32", **OPTIONS, **sizes)
@@ -131,7 +131,7 @@ def ranks_and_stages(folder: Path) -> None:
 
 
 def prefill_and_decode(folder: Path) -> None:
-    """Instances that exchange KV caches: the tokens and log probabilities of one."""
+    """Prefill and decode instances compute the tokens and log probabilities of a single instance."""
     secret = folder / "secret"
     secret.write_text("of this test's cluster")
     secret.chmod(0o600)
@@ -164,28 +164,28 @@ def calibration(method: str) -> Callable[[Path], None]:
 
 CHECKS: dict[str, Callable[[Path], None]] = {
     "LoRA": lora,
-    "guided, speculation, w8a8, int8 cache": together,
+    "guided, speculation, w8a8, int8 cache": combined,
     "tensor and pipeline parallel": ranks_and_stages,
     "prefill/decode": prefill_and_decode,
     "`quantize` (GPTQ)": calibration("gptq"),
     "`quantize` (AWQ)": calibration("awq"),
 }
-"""What the columns promise, in the order in which one checkpoint runs them."""
+"""Check of each column, in the order in which one checkpoint runs them."""
 QUICK = ("LoRA", "guided, speculation, w8a8, int8 cache")
 
 
-def check(name: str, folder: Path, said: str) -> None:
-    """Run a column of a family, or see it refused."""
-    if said == YES:
+def check(name: str, folder: Path, cell: str) -> None:
+    """Check that a feature runs, or is refused, as its cell documents."""
+    if cell == YES:
         CHECKS[name](folder)
         return
-    assert said == NO
+    assert cell == NO
     with pytest.raises(PenstockError) as refused:
         CHECKS[name](folder)
     assert refused.value.failure.code is Code.UNSUPPORTED
 
 
-def test_the_table_has_every_architecture() -> None:
+def test_table_has_every_architecture() -> None:
     table = rows()
     assert table.keys() >= {f"{family}ForCausalLM" for family in FAMILIES | WITH_EXPERTS}
     named = set(re.findall(r"`(\w+ForCausalLM)`", TABLE.read_text(encoding="utf-8")))
@@ -195,7 +195,7 @@ def test_the_table_has_every_architecture() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES | WITH_EXPERTS)
-def test_planned_memory_is_that_of_the_checkpoint(family: str, tmp_path: Path) -> None:
+def test_planned_weight_bytes_equal_the_checkpoint(family: str, tmp_path: Path) -> None:
     model = draw(family, 1, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     matrices = {
@@ -207,7 +207,7 @@ def test_planned_memory_is_that_of_the_checkpoint(family: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("family", SPECIAL)
-def test_features(family: str, tmp_path: Path) -> None:
+def test_features_of_special_families_are_as_documented(family: str, tmp_path: Path) -> None:
     row = rows()[f"{family}ForCausalLM"]
     draw(family, 1, tmp_path, TOKENS)
     for name in QUICK:
@@ -215,14 +215,14 @@ def test_features(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", SPECIAL)
-def test_ranks_and_stages(family: str, tmp_path: Path) -> None:
+def test_ranks_and_stages_compute_the_same_bits_as_one(family: str, tmp_path: Path) -> None:
     draw(family, 2, tmp_path)
     ranks_and_stages(tmp_path)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES | WITH_EXPERTS)
-def test_all_features(family: str, tmp_path: Path) -> None:
+def test_all_features_are_as_documented(family: str, tmp_path: Path) -> None:
     row = rows()[f"{family}ForCausalLM"]
     draw(family, 3, tmp_path, TOKENS)
     for name in CHECKS:
@@ -230,8 +230,8 @@ def test_all_features(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_all_features_of_internlm2(tmp_path: Path) -> None:
-    """Adapters have its own names, and are refused; under Llama's names one goes along in the other columns."""
+def test_all_features_of_internlm2_are_as_documented(tmp_path: Path) -> None:
+    """Adapters with InternLM 2's names are refused. The other columns use one with Llama's names."""
     row = rows()["InternLM2ForCausalLM"]
     draw_llama_without_biases(tmp_path, TOKENS)
     llama = adapter(tmp_path)
@@ -245,5 +245,5 @@ def test_all_features_of_internlm2(tmp_path: Path) -> None:
     with pytest.raises(PenstockError) as refused:
         llm.load_lora_adapter("own", own)
     assert refused.value.failure.code is Code.UNSUPPORTED
-    for name, said in row.items():
-        check(name, tmp_path, said)
+    for name, cell in row.items():
+        check(name, tmp_path, cell)

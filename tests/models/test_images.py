@@ -1,4 +1,4 @@
-"""Images in prompts: models against transformers, the prefix cache, company, what is refused, and the dialects."""
+"""Images in prompts: models against transformers, prefix cache, batches, refused requests, and dialects."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SMALL = {"dtype": "float32", "block_size": 16, "num_gpu_blocks_override": 100, "
 AROUND = (checkpoints.VISION_START, checkpoints.VISION_END)
 ONE = SamplingParams(temperature=0, max_tokens=1)
 DRAWS = int(os.environ.get("PENSTOCK_FAMILY_DRAWS", "20"))
-"""Configurations of each family in the thorough test."""
+"""Number of configurations per family in the thorough test."""
 SCHEDULES = int(os.environ.get("PENSTOCK_EXACTNESS_SCHEDULES", "100")) // 25
 
 
@@ -76,15 +76,15 @@ def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @torch.inference_mode()
 def table(model: PreTrainedModel, tokens: list[int], images: list[Image.Image]) -> torch.Tensor:
-    """The library's log probabilities after each token."""
+    """Log probabilities by transformers after each token."""
     ids = torch.tensor([tokens])
-    seen: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     if images:
-        seen = dict(checkpoints.image_processor(model)(images=images, return_tensors="pt"))
-        seen["mm_token_type_ids"] = (ids == PLACEHOLDER).int()
+        inputs = dict(checkpoints.image_processor(model)(images=images, return_tensors="pt"))
+        inputs["mm_token_type_ids"] = (ids == PLACEHOLDER).int()
         if "ernie" in model.config.model_type:
-            seen["moe_mm_token_type_ids"] = torch.isin(ids, torch.tensor([*AROUND, PLACEHOLDER])).int()
-    logits = model(input_ids=ids, **seen).logits[0]
+            inputs["moe_mm_token_type_ids"] = torch.isin(ids, torch.tensor([*AROUND, PLACEHOLDER])).int()
+    logits = model(input_ids=ids, **inputs).logits[0]
     return logits.float().log_softmax(-1)
 
 
@@ -92,24 +92,27 @@ SIZE = {"shortest_edge": 256, "longest_edge": 4096}
 
 
 @pytest.mark.parametrize("ops", ["reference", "cpu"])
-def test_logprobs_and_greedy_tokens(pair: tuple[Path, PreTrainedModel], ops: str) -> None:
-    """In a batch with texts, in chunks that cut images, and again from the prefix cache."""
+def test_logprobs_and_greedy_tokens_match_transformers(pair: tuple[Path, PreTrainedModel], ops: str) -> None:
+    """In a batch with texts, in chunks that split images, and again from the prefix cache."""
     if ops == "cpu":
         pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
     folder, model = pair
     shown: list[list[Image.Image]] = [[], PICTURES[:1], PICTURES[:2], PICTURES, PICTURES[2:3] * 2]
     prompts = [prompt(images, seed=seed) for seed, images in enumerate(shown)]
     llm = LLM(folder, ops=ops, max_num_batched_tokens=37, **SMALL)
-    told = SamplingParams(temperature=0, max_tokens=8, logprobs=0, prompt_logprobs=0, ignore_eos=True)
+    with_prompt_logprobs = SamplingParams(temperature=0, max_tokens=8, logprobs=0, prompt_logprobs=0, ignore_eos=True)
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=0, ignore_eos=True)
-    outputs = llm.generate(prompts, told, use_tqdm=False)
+    outputs = llm.generate(prompts, with_prompt_logprobs, use_tqdm=False)
     for images, output in zip(shown, outputs, strict=True):
-        (made,) = output.outputs
-        expected = table(model, output.prompt_token_ids + made.token_ids, images)
+        (completion,) = output.outputs
+        expected = table(model, output.prompt_token_ids + completion.token_ids, images)
         start = len(output.prompt_token_ids)
-        assert expected[start - 1 : -1].argmax(-1).tolist() == made.token_ids
-        found = [next(iter(one.values())).logprob for one in [*(output.prompt_logprobs or [])[1:], *made.logprobs]]
-        tokens = (output.prompt_token_ids + made.token_ids)[1:]
+        assert expected[start - 1 : -1].argmax(-1).tolist() == completion.token_ids
+        found = [
+            next(iter(position.values())).logprob
+            for position in [*(output.prompt_logprobs or [])[1:], *completion.logprobs]
+        ]
+        tokens = (output.prompt_token_ids + completion.token_ids)[1:]
         assert found == pytest.approx(expected[range(len(tokens)), tokens].tolist(), abs=2e-5)
     again = llm.generate(prompts, params, use_tqdm=False)
     assert any(output.num_cached_tokens for output in again)
@@ -117,8 +120,8 @@ def test_logprobs_and_greedy_tokens(pair: tuple[Path, PreTrainedModel], ops: str
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_rope_theta_beside_rope_parameters(family: str, tmp_path: Path) -> None:
-    """The vision tower's base, as files of earlier versions of transformers have it."""
+def test_rope_theta_of_vision_config_is_used(family: str, tmp_path: Path) -> None:
+    """In files of earlier versions of transformers, which have no ``rope_parameters`` there."""
     model = checkpoints.save_random(MODELS[family](), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["vision_config"].pop("rope_parameters")
@@ -128,17 +131,17 @@ def test_rope_theta_beside_rope_parameters(family: str, tmp_path: Path) -> None:
     changed = type(model).from_pretrained(tmp_path, dtype=torch.float32).eval()
     output = LLM(tmp_path, **SMALL).generate([prompt(PICTURES[:1])], ONE.replace(prompt_logprobs=0), use_tqdm=False)[0]
     tokens = output.prompt_token_ids
-    told = [next(iter(one.values())).logprob for one in (output.prompt_logprobs or [])[1:]]
+    reported = [next(iter(position.values())).logprob for position in (output.prompt_logprobs or [])[1:]]
     before, after = (table(each, tokens, PICTURES[:1])[range(len(tokens) - 1), tokens[1:]] for each in (model, changed))
-    assert told == pytest.approx(after.tolist(), abs=2e-5)
+    assert reported == pytest.approx(after.tolist(), abs=2e-5)
     assert (before - after).abs().max() > 1e-3
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", checkpoints.FAMILIES)
-def test_other_configurations(family: str, tmp_path: Path) -> None:
-    """Errors against the library in float64 are at most 1e-5 in root mean square, or three times the library's own in
-    float32: a product's fixed order of sums has up to 1.5 times the rounding errors of PyTorch's at these sizes."""
+def test_drawn_configs_match_transformers(family: str, tmp_path: Path) -> None:
+    """Root mean square error against transformers in float64: at most 1e-5, or three times that of transformers in
+    float32. The fixed order of sums has up to 1.5 times the rounding errors of PyTorch at these sizes."""
     rng = Random(family)
     for number in range(DRAWS):
         folder = tmp_path / str(number)
@@ -146,22 +149,24 @@ def test_other_configurations(family: str, tmp_path: Path) -> None:
         images = [noise(number, rng.randint(10, 70), rng.randint(10, 70)) for _ in range(2)]
         llm = LLM(folder, max_num_batched_tokens=41, **SMALL)
         params = SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=0, ignore_eos=True)
-        params = params.replace(logit_bias={PLACEHOLDER: -100.0})  # which the library would take for an image's
+        params = params.replace(logit_bias={PLACEHOLDER: -100.0})  # transformers would take the token for an image's
         (output,) = llm.generate([prompt(images, seed=number)], params, use_tqdm=False)
         tokens, made = output.prompt_token_ids, output.outputs[0].token_ids
         found = table(model, tokens + made, images).clone()
         found[:, PLACEHOLDER] -= 100
         assert found[len(tokens) - 1 : -1].argmax(-1).tolist() == made
-        told = torch.tensor([next(iter(one.values())).logprob for one in (output.prompt_logprobs or [])[1:] if one])
+        reported = torch.tensor(
+            [next(iter(position.values())).logprob for position in (output.prompt_logprobs or [])[1:] if position]
+        )
         library = table(model, tokens, images)[range(len(tokens) - 1), tokens[1:]]
         if family in ("qwen3-vl-moe", "ernie4.5-vl"):
             model.set_experts_implementation("eager")  # others do not compute in float64
         exact = table(model.double(), tokens, images)[range(len(tokens) - 1), tokens[1:]]
-        ours, theirs = ((each - exact).square().mean().sqrt() for each in (told, library))
+        ours, theirs = ((each - exact).square().mean().sqrt() for each in (reported, library))
         assert ours <= max(1e-5, 3 * theirs), number
 
 
-def test_bfloat16_is_no_worse_than_the_librarys(pair: tuple[Path, PreTrainedModel]) -> None:
+def test_bfloat16_error_is_near_that_of_transformers(pair: tuple[Path, PreTrainedModel]) -> None:
     folder, exact = pair
     rough = type(exact).from_pretrained(folder, dtype=torch.bfloat16)
     llm = LLM(folder, **SMALL | {"dtype": "bfloat16"})
@@ -171,14 +176,16 @@ def test_bfloat16_is_no_worse_than_the_librarys(pair: tuple[Path, PreTrainedMode
         images = [noise(seed, 40, 56), noise(seed + 9, 30, 90)]
         (output,) = llm.generate([prompt(images, text=40, seed=seed)], params, use_tqdm=False)
         tokens = output.prompt_token_ids
-        wanted, theirs = (
+        expected, theirs = (
             table(model, tokens, images)[range(len(tokens) - 1), tokens[1:]].double().numpy()
             for model in (exact, rough)
         )
-        told = [next(iter(one.values())).logprob for one in (output.prompt_logprobs or [])[1:] if one]
-        errors += [np.square(told - wanted).sum(), np.square(theirs - wanted).sum()]
-    mine, library = np.sqrt(errors)
-    assert mine <= 1.2 * library
+        reported = [
+            next(iter(position.values())).logprob for position in (output.prompt_logprobs or [])[1:] if position
+        ]
+        errors += [np.square(reported - expected).sum(), np.square(theirs - expected).sum()]
+    our_error, their_error = np.sqrt(errors)
+    assert our_error <= 1.2 * their_error
 
 
 TRANSPARENT = ["transparent RGBA", "transparent LA", "transparent P", "transparent RGB"]
@@ -186,7 +193,7 @@ TRANSPARENT = ["transparent RGBA", "transparent LA", "transparent P", "transpare
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P", "1", *TRANSPARENT])
 @pytest.mark.parametrize("kwargs", [{}, {"max_pixels": 1024}, {"size": {"shortest_edge": 2048, "longest_edge": 9000}}])
-def test_preprocessing(colours: Path, mode: str, kwargs: dict[str, Any]) -> None:
+def test_preprocessing_matches_transformers(colours: Path, mode: str, kwargs: dict[str, Any]) -> None:
     size = SIZE | kwargs.get("size", {}) | ({"longest_edge": kwargs["max_pixels"]} if "max_pixels" in kwargs else {})
     reference = Qwen2VLImageProcessorPil(patch_size=4, size=size)
     processor = InputProcessor(colours, ModelOptions(mm_processor_kwargs=json.dumps(kwargs)))
@@ -199,10 +206,10 @@ def test_preprocessing(colours: Path, mode: str, kwargs: dict[str, Any]) -> None
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=type(found)) == found
 
 
-def test_image_processor_in_the_file_of_all_processors_comes_first(colours: Path, tmp_path: Path) -> None:
+def test_processor_config_overrides_preprocessor_config(colours: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(colours, tmp_path / "model")
-    own = json.loads((folder / "preprocessor_config.json").read_text())
-    nested = {"image_processor": own | {"size": {"shortest_edge": 64, "longest_edge": 1024}}}
+    config = json.loads((folder / "preprocessor_config.json").read_text())
+    nested = {"image_processor": config | {"size": {"shortest_edge": 64, "longest_edge": 1024}}}
     (folder / "processor_config.json").write_text(json.dumps(nested))
     expected = AutoImageProcessor.from_pretrained(folder)(images=[PICTURES[0]], return_tensors="np")["image_grid_thw"][
         0
@@ -217,8 +224,8 @@ def test_image_processor_in_the_file_of_all_processors_comes_first(colours: Path
     assert (1, 2 * found.rows, 2 * found.columns) == tuple(expected)
 
 
-def test_sizes_of_weights(pair: tuple[Path, PreTrainedModel]) -> None:
-    """Those of the tower, and those of the language model."""
+def test_planned_sizes_equal_the_matrices_of_the_model(pair: tuple[Path, PreTrainedModel]) -> None:
+    """Vision tower and language model are counted separately."""
     folder, model = pair
     parts = dict.fromkeys((True, False), 0)
     for name, weight in model.named_parameters():
@@ -228,12 +235,12 @@ def test_sizes_of_weights(pair: tuple[Path, PreTrainedModel]) -> None:
     assert (size.layer_weights + size.embedding_weights, size.vision_weights) == (parts[True], parts[False])
 
 
-# --- The prefix cache, company and preemption -------------------------------------------------------------------------
+# --- Prefix cache, batches and preemption -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("offloading", [0.0, 0.01])
-def test_an_image_is_part_of_the_prefix(pair: tuple[Path, PreTrainedModel], offloading: float) -> None:
-    """Prompts of the same tokens share what comes before the first image that differs, also in the host tier."""
+def test_prefix_cache_distinguishes_images(pair: tuple[Path, PreTrainedModel], offloading: float) -> None:
+    """Prompts of equal tokens share the prefix before the first different image, also in the host tier."""
     folder, _ = pair
     llm = LLM(folder, kv_offloading_size=offloading, **SMALL | {"num_gpu_blocks_override": 32 if offloading else 100})
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
@@ -241,14 +248,14 @@ def test_an_image_is_part_of_the_prefix(pair: tuple[Path, PreTrainedModel], offl
 
     def ask(*images: Image.Image) -> tuple[int, Any]:
         (output,) = llm.generate([prompt(list(images), text=20)], params, use_tqdm=False)
-        if offloading:  # push everything out of the KV cache
+        if offloading:  # evict everything from the KV cache
             llm.generate([prompt([], text=400, seed=seed) for seed in range(2)], ONE, use_tqdm=False)
         return output.num_cached_tokens, (output.outputs[0].token_ids, output.outputs[0].logprobs)
 
     length = first.width * first.height // 8**2
     assert length == 35
     _, alone = ask(first, second)
-    assert ask(first, second) == (80, alone)  # of 96 tokens the last one is computed
+    assert ask(first, second) == (80, alone)  # of 96 tokens, the block with the last one is computed
     cached, other = ask(first, third)
     assert cached == 48 and other != alone  # up to the block with the second image's first placeholder
     cached, swapped = ask(second, first)
@@ -280,25 +287,25 @@ def draw_requests(folder: Path, rng: Random, count: int) -> list[EngineRequest]:
 
 
 def answers(engine: Engine, requests: list[EngineRequest], rng: Random | None = None) -> dict[tuple[str, int], bytes]:
-    """What each sequence was told, in bytes; with ``rng`` requests arrive bit by bit."""
-    told: dict[tuple[str, int], list[Any]] = {}
+    """Tokens and log probabilities of each sequence, as bytes. With ``rng``, requests are added at random steps."""
+    reported: dict[tuple[str, int], list[Any]] = {}
     left = list(requests)
     while left or engine.busy:
         while left and (rng is None or rng.random() < 0.5):
             engine.add(left.pop(0))
         for delta in engine.step():
             assert not delta.failure, delta
-            own = told.setdefault((delta.request_id, delta.sequence), [[], [], []])
+            own = reported.setdefault((delta.request_id, delta.sequence), [[], [], []])
             own[0] += delta.token_ids
             own[1] += delta.logprobs or []
             own[2] += delta.prompt_logprobs or []
     assert engine.scheduler.device_pool.num_free == engine.scheduler.device_pool.total
-    return {key: msgspec.msgpack.encode(value) for key, value in told.items()}
+    return {key: msgspec.msgpack.encode(value) for key, value in reported.items()}
 
 
-def test_bits_do_not_depend_on_company(pair: tuple[Path, PreTrainedModel]) -> None:
-    """Alone and together; in chunks of any size; preempted; with an encoder cache that hardly holds the largest image;
-    with steps in flight, worker processes and drafts."""
+def test_outputs_do_not_depend_on_the_batch(pair: tuple[Path, PreTrainedModel]) -> None:
+    """Alone and together, in chunks of any size, with preemption, with an encoder cache that barely holds the largest
+    image, and with steps in flight, worker processes and drafts."""
     folder, model = pair
     dtype = "float32" if isinstance(model, Qwen2VLForConditionalGeneration) else "bfloat16"
     rng = Random(dtype)
@@ -347,7 +354,7 @@ def test_equal_images_are_encoded_once(colours: Path) -> None:
     assert cache.num_encoded == 3
 
 
-# --- What is refused --------------------------------------------------------------------------------------------------
+# --- Refused images ---------------------------------------------------------------------------------------------------
 
 
 def encoded(image: Image.Image, format: str = "PNG") -> bytes:
@@ -365,7 +372,7 @@ def png_chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def bomb(width: int, height: int) -> bytes:
-    """A PNG of a few bytes whose header claims so many pixels."""
+    """A small PNG file whose header states these numbers of pixels."""
     header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
     return b"\x89PNG\r\n\x1a\n" + header + png_chunk(b"IDAT", zlib.compress(bytes(1000))) + png_chunk(b"IEND", b"")
 
@@ -404,12 +411,12 @@ def limited(colours: Path) -> InputProcessor:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_bad_image_is_one_sentence(limited: InputProcessor, name: str) -> None:
-    url, words = REFUSED[name]
+def test_invalid_image_is_refused_in_one_line(limited: InputProcessor, name: str) -> None:
+    url, message = REFUSED[name]
     with pytest.raises(PenstockError) as error:
         limited.media.load(MediaSource(url, "messages[0].content[1]"))
     failure = error.value.failure
-    assert words in failure.message and failure.message.startswith("messages[0].content[1]: ")
+    assert message in failure.message and failure.message.startswith("messages[0].content[1]: ")
     assert len(failure.message) < 250 and "\n" not in failure.message
 
 
@@ -417,7 +424,7 @@ ADDRESSES = "127.0.0.1 10.1.2.3 172.16.0.1 192.168.1.1 169.254.169.254 100.64.0.
 ADDRESSES_6 = "::1 :: fe80::1%eth0 fc00::1 ff02::1 ::ffff:127.0.0.1 64:ff9b::7f00:1 2002:7f00:1::"
 
 
-def test_addresses() -> None:
+def test_only_public_addresses_are_public() -> None:
     assert is_public("8.8.8.8") and is_public("2606:4700::1111")
     assert not any(map(is_public, f"{ADDRESSES} {ADDRESSES_6}".split()))
 
@@ -460,8 +467,8 @@ def pictures() -> Iterator[str]:
         server.shutdown()
 
 
-def test_images_are_fetched(colours: Path, pictures: str, tmp_path: Path) -> None:
-    """From a host that the operator has allowed, though its address is not public; redirects only to such hosts."""
+def test_images_are_fetched_from_allowed_places_only(colours: Path, pictures: str, tmp_path: Path) -> None:
+    """An allowed host may have an address that is not public. Redirects lead only to allowed hosts."""
     options = ModelOptions(allowed_media_domains=("127.0.0.1",), allowed_local_media_path=str(tmp_path), **LIMITS)
     processor = InputProcessor(colours, options)
     (tmp_path / "red.png").write_bytes(PICTURE)
@@ -479,21 +486,21 @@ def test_images_are_fetched(colours: Path, pictures: str, tmp_path: Path) -> Non
         (tmp_path / "link.png").as_uri(): "image: is not a file in allowed_local_media_path",
         (tmp_path.parent / "x.png").as_uri(): "image: is not a file in allowed_local_media_path",
     }
-    for url, words in refused.items():
+    for url, message in refused.items():
         with pytest.raises(PenstockError) as error:
             processor.media.load(MediaSource(url, "image"))
-        assert error.value.failure.message == words
+        assert error.value.failure.message == message
 
 
-def test_a_host_that_does_not_answer(colours: Path) -> None:
+def test_silent_host_times_out(colours: Path) -> None:
     options = ModelOptions(allowed_media_domains=("127.0.0.1",), **LIMITS | {"media_timeout": 0.2})
-    with ThreadingHTTPServer(("127.0.0.1", 0), Pictures, bind_and_activate=True) as silent:  # accepts nothing
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pictures, bind_and_activate=True) as silent:  # accepts no connection
         url = f"http://127.0.0.1:{silent.server_port}/red.png"
         with pytest.raises(PenstockError, match=r"image: was not received within 0\.2 seconds \(media_timeout\)"):
             InputProcessor(colours, options).media.load(MediaSource(url, "image"))
 
 
-def test_python_prompts_are_checked(colours: Path) -> None:
+def test_images_of_python_prompts_are_checked(colours: Path) -> None:
     llm = LLM(colours, limit_mm_per_prompt={"image": 2}, encoder_cache_size=20, **SMALL)
     red = plain("red")
     array = np.asarray(red)
@@ -513,18 +520,18 @@ def test_python_prompts_are_checked(colours: Path) -> None:
         (prompt([red]) | {"mm_processor_kwargs": {"min_pixels": 2**31}}, "more than max_image_pixels"),
         (prompt([noise(0, 60, 60)]), r"images: take \d+ tokens, more than encoder_cache_size \(20\)"),
     ]
-    for given, words in wrong:
-        with pytest.raises(PenstockError, match=words):
+    for given, message in wrong:
+        with pytest.raises(PenstockError, match=message):
             llm.generate([given], ONE, use_tqdm=False)
 
 
 DOCS = ROOT / "docs" / "multimodal.md"
 ROWS = re.findall(r"^\| `--([a-z-]+) ([^`]+)` \| (runs|refused)\b", DOCS.read_text(encoding="utf-8"), re.M)
-"""The table of the documentation: option, value, and what happens."""
+"""Rows of the documented table: option, value and outcome."""
 
 
 @pytest.mark.parametrize(("name", "value", "outcome"), ROWS)
-def test_what_images_work_with(colours: Path, name: str, value: str, outcome: str) -> None:
+def test_option_runs_or_is_refused_as_documented(colours: Path, name: str, value: str, outcome: str) -> None:
     option = name.replace("-", "_")
     types = {"pipeline_parallel_size": int, "kv_offloading_size": float}
     given = True if value == "true" else types.get(option, str)(value)
@@ -540,7 +547,7 @@ def test_what_images_work_with(colours: Path, name: str, value: str, outcome: st
     llm.engine.close()
 
 
-def test_the_table_has_rows() -> None:
+def test_documented_table_has_rows_of_both_outcomes() -> None:
     assert {outcome for _, _, outcome in ROWS} == {"runs", "refused"}
 
 
@@ -562,19 +569,19 @@ def openai_part(image: Image.Image) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("colour", COLOURS)
-def test_the_content_of_an_image_decides_the_answer(server: Served, colour: str, pictures: str) -> None:
+def test_answer_depends_on_the_content_of_the_image(server: Served, colour: str, pictures: str) -> None:
     data = encoded(plain(colour), "JPEG")
     client = openai.OpenAI(base_url=server.url, api_key="-")
-    asked: dict[str, Any] = {"model": "default", "max_tokens": 1, "temperature": 0}
+    options: dict[str, Any] = {"model": "default", "max_tokens": 1, "temperature": 0}
     part = {"type": "image_url", "image_url": {"url": data_url(data, "image/jpeg"), "detail": "low"}}
-    answer = client.chat.completions.create(messages=user(part), **asked)
+    answer = client.chat.completions.create(messages=user(part), **options)
     assert answer.choices[0].message.content == colour
-    chunks = client.chat.completions.create(messages=user(part), stream=True, **asked)
+    chunks = client.chat.completions.create(messages=user(part), stream=True, **options)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == colour
     input_image = {"type": "input_image", "image_url": data_url(data, "image/jpeg")}
     items = [{"role": "user", "content": [{"type": "input_text", "text": "Which?"}, input_image]}]
-    made = client.responses.create(model="default", input=items, max_output_tokens=1, temperature=0, store=False)
-    assert made.output_text == colour
+    response = client.responses.create(model="default", input=items, max_output_tokens=1, temperature=0, store=False)
+    assert response.output_text == colour
     other = anthropic.Anthropic(base_url=server.root, api_key="-")
     source = {"type": "base64", "media_type": "image/jpeg", "data": base64.b64encode(data).decode()}
     blocks: Any = [{"type": "image", "source": source}, {"type": "text", "text": "Which colour?"}]
@@ -586,7 +593,7 @@ def test_the_content_of_an_image_decides_the_answer(server: Served, colour: str,
     assert message.content[0].text == "red"
 
 
-def test_usage_counts_features(server: Served) -> None:
+def test_usage_counts_tokens_of_images(server: Served) -> None:
     client = openai.OpenAI(base_url=server.url, api_key="-")
     small, large = (
         client.chat.completions.create(
@@ -597,12 +604,12 @@ def test_usage_counts_features(server: Served) -> None:
     assert small and large and large.prompt_tokens - small.prompt_tokens == 9
 
 
-def test_metrics_tell_of_the_encoder(server: Served) -> None:
-    asked = {"messages": user(openai_part(noise(7, 24, 24))), "max_tokens": 1}
-    for salt in ("a", "b"):  # so that the prefix cache has nothing
-        httpx.post(f"{server.url}/chat/completions", json=asked | {"cache_salt": salt}).raise_for_status()
+def test_metrics_have_hits_and_size_of_the_encoder_cache(server: Served) -> None:
+    body = {"messages": user(openai_part(noise(7, 24, 24))), "max_tokens": 1}
+    for salt in ("a", "b"):  # no hits in the prefix cache
+        httpx.post(f"{server.url}/chat/completions", json=body | {"cache_salt": salt}).raise_for_status()
     found: dict[str, float] = {}
-    while found.get("vllm:mm_cache_hits_total", 0) < 1:  # the engine tells now and then
+    while found.get("vllm:mm_cache_hits_total", 0) < 1:  # the engine reports periodically
         page = httpx.get(f"{server.root}/metrics").text
         found = {name: float(value) for name, value in re.findall(r"^(\w+:\w+){[^}]*} (\S+)$", page, re.M)}
     assert found["vllm:mm_cache_queries_total"] > found["penstock:mm_cache_hits_total"]
@@ -611,7 +618,7 @@ def test_metrics_tell_of_the_encoder(server: Served) -> None:
     assert found["penstock:encoder_cache_bytes"] == tokens * 64 * 4  # float32
 
 
-def test_what_is_wrong_is_the_senders_problem(server: Served) -> None:
+def test_invalid_image_request_is_refused_with_status_400(server: Served) -> None:
     red = openai_part(plain("red"))
     refused: list[tuple[dict[str, Any], str, str]] = [
         ({"messages": user({"type": "image_url", "image_url": {"url": data_url(b"x")}})}, "is not an image", "[1]"),
@@ -627,9 +634,9 @@ def test_what_is_wrong_is_the_senders_problem(server: Served) -> None:
             "images",
         ),
     ]
-    for asked, words, field in refused:
-        answer = httpx.post(f"{server.url}/chat/completions", json={"max_tokens": 1, **asked})
+    for body, message, field in refused:
+        answer = httpx.post(f"{server.url}/chat/completions", json={"max_tokens": 1, **body})
         error = answer.json()["error"]
-        assert answer.status_code == 400 and words in error["message"] and field in (error["param"] or "")
+        assert answer.status_code == 400 and message in error["message"] and field in (error["param"] or "")
     answer = httpx.post(f"{server.url}/chat/completions", json={"max_tokens": 1, "messages": user(red)})
     assert answer.json()["choices"][0]["message"]["content"] == "red"

@@ -1,4 +1,4 @@
-"""Adapters of models that see images, against PEFT."""
+"""LoRA adapters of models with image input, against PEFT."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODELS = {
 
 
 def save_adapter(model: Any, folder: Path, **config: Any) -> Path:
-    """One of random weights, large enough to change what is said."""
+    """Save an adapter of random weights that are large enough to change the generated tokens."""
     torch.manual_seed(0)
     given = {"r": 4, "lora_alpha": 8, "target_modules": LAYERS, "init_lora_weights": False} | config
     changed = get_peft_model(model, LoraConfig(**given))
@@ -37,8 +37,8 @@ def save_adapter(model: Any, folder: Path, **config: Any) -> Path:
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_adapters_with_images(family: str, tmp_path: Path) -> None:
-    """With an image and without, with an adapter and without, in one batch; and again from the prefix cache."""
+def test_lora_with_images_matches_peft(family: str, tmp_path: Path) -> None:
+    """Requests with and without images and adapter in one batch; repeated with the prefix cache."""
     model = images.save_random(MODELS[family](), tmp_path / "model")
     pattern = {"rank_pattern": {"model.language_model.layers.1.self_attn.q_proj": 8}}
     path = save_adapter(model, tmp_path / "adapter", **pattern)
@@ -54,19 +54,19 @@ def test_adapters_with_images(family: str, tmp_path: Path) -> None:
     assert all(each.num_cached_tokens for each in again[:2])
     with_adapter = type(model).from_pretrained(tmp_path / "model", dtype=torch.float32)
     with_adapter = PeftModel.from_pretrained(with_adapter, path).eval()
-    told = []
+    generated = []
     for pictures, adapter, output in zip(shown, adapters, outputs, strict=True):
-        (made,) = output.outputs
-        tokens = output.prompt_token_ids + made.token_ids
+        (completion,) = output.outputs
+        tokens = output.prompt_token_ids + completion.token_ids
         found = table(with_adapter if adapter else model, tokens, pictures).clone()
         found[:, PLACEHOLDER] -= 100
-        assert found[len(output.prompt_token_ids) - 1 : -1].argmax(-1).tolist() == made.token_ids
-        told.append(made.token_ids)
-    assert told[0] != told[1]
+        assert found[len(output.prompt_token_ids) - 1 : -1].argmax(-1).tolist() == completion.token_ids
+        generated.append(completion.token_ids)
+    assert generated[0] != generated[1]
 
 
 @pytest.mark.parametrize("family", vision_checkpoints.FAMILIES)
-def test_adapters_of_language_models_behind_a_projector(family: str, tmp_path: Path) -> None:
+def test_lora_of_language_model_after_projector_matches_peft(family: str, tmp_path: Path) -> None:
     model = vision_checkpoints.save(family, tmp_path / "model")
     path = save_adapter(model, tmp_path / "adapter")
     llm = LLM(tmp_path / "model", enable_lora=True, **SMALL)
@@ -76,18 +76,18 @@ def test_adapters_of_language_models_behind_a_projector(family: str, tmp_path: P
     outputs = llm.generate([given, given], params, use_tqdm=False, lora_request=adapters)
     with_adapter = type(model).from_pretrained(tmp_path / "model", dtype=torch.float32)
     with_adapter = PeftModel.from_pretrained(with_adapter, path).eval().base_model.model
-    told = []
+    reported = []
     for library, output in zip((model, with_adapter), outputs, strict=True):
-        (made,) = output.outputs
-        tokens, found = composites.table(family, library, given, made.token_ids)
-        assert composites.best(family, found, tokens) == made.token_ids
-        told.append([next(iter(one.values())).logprob for one in made.logprobs or []])
+        (completion,) = output.outputs
+        tokens, found = composites.table(family, library, given, completion.token_ids)
+        assert composites.best(family, found, tokens) == completion.token_ids
+        reported.append([next(iter(position.values())).logprob for position in completion.logprobs or []])
         at = range(len(tokens) - 1, len(found) - 1)
-        assert told[-1] == pytest.approx(found[at, made.token_ids].tolist(), abs=1e-4)
-    assert told[0] != pytest.approx(told[1], abs=1e-2)
+        assert reported[-1] == pytest.approx(found[at, completion.token_ids].tolist(), abs=1e-4)
+    assert reported[0] != pytest.approx(reported[1], abs=1e-2)
 
 
-def test_one_of_the_vision_tower_is_refused(tmp_path: Path) -> None:
+def test_lora_of_vision_tower_is_refused(tmp_path: Path) -> None:
     model = images.save_random(images.qwen2_vl(), tmp_path / "model")
     path = save_adapter(model, tmp_path / "adapter", target_modules=r".*visual.*\.(fc1|q_proj)")
     llm = LLM(tmp_path / "model", enable_lora=True, **SMALL)

@@ -1,5 +1,7 @@
-"""Multi-head latent attention: DeepSeek's families against transformers, kernels against the reference ops, and the
-same bits in any batch, over ranks and stages, and through a transfer buffer."""
+"""Multi-head latent attention: DeepSeek models against transformers, and kernels against the reference ops.
+
+Results are bit-identical in any batch, across ranks and stages, and through a transfer buffer.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from peft import LoraConfig, get_peft_model
 from quantized import KINDS as KINDS_OF_CHECKPOINTS
 from quantized import quantize
 from test_exactness import ADAPTERS, answers, draw_engine, draw_request, run, start
-from test_ops import DTYPES, KEPT, NAMES, close, cpu, draw_batch, kernels, randn, seeds
+from test_ops import DTYPES, KV_QUANTIZATIONS, NAMES, assert_close, cpu, draw_batch, kernels, randn, seeds
 from test_speculation import check_heads, with_head
 from torch import Tensor
 from transformers import DeepseekV2Config, DeepseekV3Config, PreTrainedConfig
@@ -69,16 +71,16 @@ CONFIGS |= {
 }
 CPU = torch.device("cpu")
 
-# What every family passes, and every layout of a KV cache.
+# Tests and fixtures of every family, and of every layout of the KV cache.
 ops = test_models.ops
-test_scores_and_greedy_tokens = test_models.test_scores_and_greedy_tokens
-test_bfloat16_is_no_worse_than_the_librarys = test_models.test_bfloat16_is_no_worse_than_the_librarys
+test_logprobs_and_greedy_tokens_match_transformers = test_models.test_logprobs_and_greedy_tokens_match_transformers
+test_bfloat16_error_is_near_that_of_transformers = test_models.test_bfloat16_error_is_near_that_of_transformers
 export_ops = test_kv_export.ops
 secret = test_prefill_decode.secret
 
 
 def save_with_bias(config: PreTrainedConfig, folder: Path) -> Any:
-    """As ``save``; the router's bias is no parameter."""
+    """Like ``save``, with random router biases, which are buffers, not parameters."""
     model = save(config, folder)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
@@ -97,7 +99,7 @@ def pair(request: pytest.FixtureRequest, ops: str, tmp_path_factory: pytest.Temp
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With adapters, as ``test_exactness.checkpoint``."""
+    """A checkpoint with adapters, as ``test_exactness.checkpoint``."""
     folder = tmp_path_factory.mktemp("checkpoint")
     model = save_with_bias(CONFIGS["v3, experts, yarn"], folder)
     for rank, name in enumerate(ADAPTERS, 3):
@@ -114,7 +116,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- Kernels ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=kernels.available())  # for each test: those without it compare with other processes
+@pytest.fixture(params=kernels.available())  # function scope: other tests compare with processes on the default set
 def instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
     before = kernels.current()
     kernels.use(request.param)
@@ -124,13 +126,13 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def draw_spec(rng: Random, dtype: torch.dtype, block_size: int, quantization: str) -> tuple[KVSpec, int]:
-    """With the rotary part's size. The largest is V3's."""
+    """A random KV spec, and the size of its rotary part. The largest is that of DeepSeek-V3."""
     latent, rope = rng.choice(((16, 16), (32, 16), (48, 32), (512, 64)))
     return KVSpec(1, latent + rope, NAMES[dtype], block_size, quantization, latent=latent), rope
 
 
 def store(ops: Any, cache: Any, vectors: Tensor, rope: int, slots: Tensor, pairs: bool = True) -> Tensor:
-    """Store vectors at position 0, where nothing is turned."""
+    """Store vectors at position 0, where rotation changes nothing."""
     table, none = (
         torch.cat((torch.ones(rope // 2), torch.zeros(rope // 2)))[None],
         vectors.new_zeros(len(vectors), 1, rope),
@@ -144,16 +146,16 @@ def store(ops: Any, cache: Any, vectors: Tensor, rope: int, slots: Tensor, pairs
 @pytest.mark.usefixtures("instruction_set")
 @settings(max_examples=25, deadline=None)
 @given(seed=seeds)
-def test_latent_attention(seed: int) -> None:
-    """Against the reference; and every row bit by bit alone, in blocks of another size."""
+def test_latent_attention_matches_reference(seed: int) -> None:
+    """A row alone, in blocks of another size, has the same bits as in the batch."""
     rng = Random(seed)
     dtype, block_size, heads = rng.choice(DTYPES), 16 * rng.randint(1, 5), rng.randint(1, 40)
-    spec, rope = draw_spec(rng, dtype, block_size, rng.choice(KEPT))
+    spec, rope = draw_spec(rng, dtype, block_size, rng.choice(KV_QUANTIZATIONS))
     batch, tokens, blocks = draw_batch(rng, block_size, rng.randint(1, 3))
     ours, theirs = (ops.new_kv_cache([spec], blocks, CPU)[0] for ops in (cpu, reference))
     other = cpu.new_kv_cache([replace(spec, block_size=64)], 3, CPU)[0]
     for cache in (ours, other):
-        cache.data.fill_(255)  # which is no number
+        cache.data.fill_(255)  # NaN
     q = randn(seed, tokens, heads, spec.head_dim, dtype=dtype)
     scale, starts = spec.head_dim**-0.5, batch.attention.query_start_loc.tolist()
     rows = []
@@ -177,7 +179,7 @@ def test_latent_attention(seed: int) -> None:
         error = (got - expected).float()
         assert error.square().mean() < 4e-4 * expected.float().square().mean()
     else:
-        close(got, expected.contiguous())
+        assert_close(got, expected.contiguous())
     for row, result in rows:
         assert torch.equal(result, got[row])
 
@@ -185,11 +187,11 @@ def test_latent_attention(seed: int) -> None:
 @pytest.mark.usefixtures("instruction_set")
 @settings(max_examples=8, deadline=None)
 @given(seed=seeds)
-def test_threads_that_share_positions(seed: int) -> None:
-    """Long sequences, against the reference; the same bits whatever the number of threads, and every row alone."""
+def test_latent_attention_does_not_depend_on_the_number_of_threads(seed: int) -> None:
+    """Long sequences, whose positions the threads share; a row alone has the same bits, too."""
     rng = Random(seed)
     dtype, heads, new = rng.choice(DTYPES), rng.choice((4, 16, 50)), rng.choice((1, 1, 30))
-    spec, rope = draw_spec(rng, dtype, 64, rng.choice(KEPT))
+    spec, rope = draw_spec(rng, dtype, 64, rng.choice(KV_QUANTIZATIONS))
     lengths = [rng.randint(new, 1700) for _ in range(rng.choice((1, 1, 2)))]
     ours, theirs = (ops.new_kv_cache([spec], 27 * len(lengths), CPU)[0] for ops in (cpu, reference))
     tables = torch.randperm(27 * len(lengths)).int().view(-1, 27)
@@ -219,8 +221,8 @@ def test_threads_that_share_positions(seed: int) -> None:
 @pytest.mark.usefixtures("instruction_set")
 @settings(max_examples=25, deadline=None)
 @given(seed=seeds)
-def test_heads_by_their_own_matrices(seed: int) -> None:
-    """Between other columns, bit by bit in any cut of the batch; and the rotary parts likewise."""
+def test_linear_by_head_and_latent_rope_match_reference(seed: int) -> None:
+    """Inputs and outputs lie between other columns. Splitting the batch does not change the bits."""
     rng = Random(seed)
     dtype, tokens, heads = rng.choice(DTYPES), rng.randint(2, 300), rng.randint(1, 5)
     inputs, outputs = rng.randint(1, 150), rng.randint(1, 150)
@@ -228,7 +230,7 @@ def test_heads_by_their_own_matrices(seed: int) -> None:
     x = randn(seed + 1, tokens, heads, inputs + 7, dtype=dtype)[..., 3 : 3 + inputs]
     packed, out = cpu.pack_by_head(weight), torch.full((tokens, heads, outputs + 5), 7, dtype=dtype)
     got = cpu.linear_by_head(x, packed, out[..., 2 : 2 + outputs])
-    close(got, reference.linear_by_head(x, reference.pack_by_head(weight)), 5)
+    assert_close(got, reference.linear_by_head(x, reference.pack_by_head(weight)), 5)
     assert (out[..., :2] == 7).all()
     assert (out[..., 2 + outputs :] == 7).all()
     cut = rng.randint(1, tokens - 1)
@@ -236,7 +238,7 @@ def test_heads_by_their_own_matrices(seed: int) -> None:
     assert torch.equal(got, parts)
 
     rope, latent, pairs = 2 * rng.choice((8, 16)), 16 * rng.randint(1, 3), rng.random() < 0.5
-    spec = KVSpec(1, latent + rope, NAMES[dtype], 16, rng.choice(KEPT), latent=latent)
+    spec = KVSpec(1, latent + rope, NAMES[dtype], 16, rng.choice(KV_QUANTIZATIONS), latent=latent)
     q, down = (
         randn(seed + 2, tokens, heads, rope + 8, dtype=dtype)[..., 8:],
         randn(seed, tokens, 64 + rope, dtype=dtype),
@@ -245,9 +247,9 @@ def test_heads_by_their_own_matrices(seed: int) -> None:
     slots = torch.tensor(rng.sample(range(320), tokens))
     buffers = []
     for ops in (cpu, reference):
-        cache, turned = ops.new_kv_cache([spec], 20, CPU)[0], torch.empty((tokens, heads, rope + 4), dtype=dtype)
+        cache, rotated = ops.new_kv_cache([spec], 20, CPU)[0], torch.empty((tokens, heads, rope + 4), dtype=dtype)
         ops.latent_rope_and_store(
-            q, down[:, 64:], down[:, :latent], positions, table, cache, slots, pairs, turned[..., 4:]
+            q, down[:, 64:], down[:, :latent], positions, table, cache, slots, pairs, rotated[..., 4:]
         )
         (layout,) = transfer_layouts([spec], 32)
         buffer = torch.zeros(10 * layout.slot_bytes, dtype=torch.uint8)
@@ -257,13 +259,13 @@ def test_heads_by_their_own_matrices(seed: int) -> None:
         copy = torch.zeros_like(buffer)
         ops.export_kv(again, slots, copy, slots, layout)
         assert torch.equal(buffer, copy)
-        buffers.append((turned[..., 4:].contiguous(), buffer))
-    close(buffers[0][0], buffers[1][0], 3)
+        buffers.append((rotated[..., 4:].contiguous(), buffer))
+    assert_close(buffers[0][0], buffers[1][0], 3)
     if dtype is torch.bfloat16 and not spec.quantization:
-        close(*(buffer.view(dtype) for _, buffer in buffers))
+        assert_close(*(buffer.view(dtype) for _, buffer in buffers))
 
 
-def test_what_the_kernels_cannot_do_is_refused() -> None:
+def test_unsupported_vector_size_is_refused() -> None:
     for spec in (KVSpec(1, 24, "float32", 16, latent=16), KVSpec(1, 1024, "float32", 16, latent=960)):
         with pytest.raises(PenstockError, match="supported are multiples of 16 up to 512 and 640"):
             cpu.new_kv_cache([spec], 1, CPU)
@@ -276,8 +278,8 @@ MORE_KINDS = ["bfloat16 none auto", "bfloat16 none int8"]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.thorough) for kind in MORE_KINDS)])
-def test_no_request_depends_on_its_company(checkpoint: Path, kind: str) -> None:
-    """Chunks, prefixes, preemption by recompute and swap, host and disk tiers, drafts and adapters: as drawn."""
+def test_outputs_do_not_depend_on_the_batch(checkpoint: Path, kind: str) -> None:
+    """Engines with random chunks, prefix caching, preemption, host and disk tiers, drafts and adapters."""
     rng = Random(f"latent:{kind}")
     requests = [draw_request(rng, number) for number in range(12)]
     lone = start(checkpoint, kind, enable_prefix_caching=False, threads=1)
@@ -289,7 +291,7 @@ def test_no_request_depends_on_its_company(checkpoint: Path, kind: str) -> None:
     lone.close()
 
 
-def test_ranks_stages_and_a_prefill_engine(checkpoint: Path, secret: str) -> None:
+def test_ranks_stages_and_prefill_engine_answer_as_one_rank(checkpoint: Path, secret: str) -> None:
     kind, rng = "bfloat16 none int8", Random("latent:ranks")
     requests = [draw_request(rng, number) for number in range(6)]
     lone = start(checkpoint, kind)
@@ -307,14 +309,14 @@ def test_ranks_stages_and_a_prefill_engine(checkpoint: Path, secret: str) -> Non
         cluster.close()
 
 
-def test_a_step_exports(checkpoint: Path) -> None:
+def test_step_exports_latent_vectors(checkpoint: Path) -> None:
     for name in ("cpu", "reference"):
         for quantization in ("", "int8"):
-            test_kv_export.test_a_step_exports(checkpoint, backend(CPU, name), quantization)
+            test_kv_export.test_imported_kv_gives_same_hidden_states(checkpoint, backend(CPU, name), quantization)
 
 
-def test_the_plan_is_what_the_engine_has(checkpoint: Path) -> None:
-    """Bytes of a token, and of weights, of which the matrix that is absorbed is not quantized."""
+def test_planned_kv_and_weight_bytes_equal_the_model(checkpoint: Path) -> None:
+    """Bytes per token, and of weights. The absorbed matrix is not quantized."""
     config = read_config(checkpoint)
     model = load_model(checkpoint, backend(CPU, "reference"), LoadOptions(dtype=torch.bfloat16))
     size = model_size_of(config.raw)
@@ -328,16 +330,16 @@ def test_the_plan_is_what_the_engine_has(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fp8 blocks", "gptq asymmetric, act-order, v2"])
-def test_quantized_checkpoints(kind: str, tmp_path: Path) -> None:
-    """The matrix that is absorbed is dequantized, whatever its format."""
+def test_quantized_checkpoint_matches_transformers(kind: str, tmp_path: Path) -> None:
+    """The absorbed matrix is dequantized, whatever its format."""
     sizes = LATENT | {"num_hidden_layers": 2, "q_lora_rank": 32, "qk_nope_head_dim": 16, "v_head_dim": 32}
     model = quantize(tmp_path, KINDS_OF_CHECKPOINTS[kind], DeepseekV3Config(**sizes | {"vocab_size": 320}))
     llm = LLM(tmp_path, ops="cpu", dtype="float32", block_size=16, num_gpu_blocks_override=50)
-    test_models.test_scores_and_greedy_tokens((llm, model))
+    test_models.test_logprobs_and_greedy_tokens_match_transformers((llm, model))
 
 
 @pytest.mark.parametrize("knowing", [True, False])
-def test_heads_of_the_model_itself(knowing: bool, tmp_path: Path) -> None:
-    """V3's layers for multi-token prediction, which have latent attention and experts, too."""
+def test_multi_token_prediction_layers_draft(knowing: bool, tmp_path: Path) -> None:
+    """In DeepSeek-V3 these layers have latent attention and experts, too."""
     config = DeepseekV3Config(**LATENT | EXPERTS | {"vocab_size": 3584})
     check_heads(with_head(tmp_path, knowing, config), knowing)

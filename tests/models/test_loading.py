@@ -1,4 +1,4 @@
-"""Tensors of checkpoints: each rank reads its own rows, and formats read what is stored."""
+"""Reading tensors of checkpoints: rows of a rank, layers of a stage, PyTorch files, stored dtypes, and versions."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def context(folder: Path, group: Group = SINGLE_RANK, layers: range | None = Non
     return BuildContext(ops.backend(CPU), weights, torch.float32, CPU, 64, group=group, layers=layers), weights
 
 
-def test_every_tensor_counts_for_the_version(folder: Path, tmp_path: Path) -> None:
-    """Of whatever size and in whatever file; where the checkpoint lies does not."""
+def test_version_depends_on_every_tensor_and_not_on_the_path(folder: Path, tmp_path: Path) -> None:
+    """With tensors of all sizes, in several files."""
     tensors = {"model.embed_tokens.weight": torch.zeros(2**14, 2**10), "a": torch.ones(2**11, 40), "b": torch.ones(1)}
     shutil.copy(folder / "config.json", tmp_path)
     save_file({}, tmp_path / "model.safetensors")
@@ -66,7 +66,7 @@ def test_every_tensor_counts_for_the_version(folder: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_rank_reads_its_own_rows(folder: Path, ranks: int) -> None:
+def test_rank_reads_only_its_rows(folder: Path, ranks: int) -> None:
     config = read_config(folder)
     stored = load_file(folder / "model.safetensors")
     whole = sum(tensor.nbytes for name, tensor in stored.items() if "norm" in name)
@@ -77,8 +77,8 @@ def test_a_rank_reads_its_own_rows(folder: Path, ranks: int) -> None:
         assert weights.bytes_read == whole + split / ranks
 
 
-def test_a_stage_reads_its_own_layers(folder: Path) -> None:
-    """And the embedding in the first stage, last norm and language model head (the embedding again) in the last."""
+def test_stage_reads_only_its_layers(folder: Path) -> None:
+    """And the embedding in the first stage; the last norm and the head (the tied embedding) in the last."""
     config = read_config(folder)
     stored = load_file(folder / "model.safetensors")
     for layers in (range(2), range(2, 3)):
@@ -90,7 +90,7 @@ def test_a_stage_reads_its_own_layers(folder: Path) -> None:
         assert weights.bytes_read == sum(own) < sum(tensor.nbytes for tensor in stored.values())
 
 
-def test_only_the_pages_of_those_rows_are_touched(tmp_path: Path) -> None:
+def test_reading_rows_touches_only_their_pages(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(4096, 1024)}, path)
     weights = Checkpoint(tmp_path)
@@ -101,8 +101,8 @@ def test_only_the_pages_of_those_rows_are_touched(tmp_path: Path) -> None:
     assert 4096 <= sum(map(int, mappings)) < 8192, "of 16384 KiB"
 
 
-def test_outputs_of_ranks_are_those_of_one(folder: Path) -> None:
-    """Bit by bit, since every output is a sum on one rank; merged matrices are each split."""
+def test_outputs_of_ranks_equal_outputs_of_one_rank(folder: Path) -> None:
+    """Bit-identical, since every output is a sum on one rank. Each of the merged matrices is split."""
     names, sizes = [f"model.layers.1.self_attn.{part}_proj" for part in "qkv"], [128, 64, 64]
     x = torch.randn(5, 128, generator=torch.Generator().manual_seed(0))
 
@@ -125,20 +125,20 @@ def test_outputs_of_ranks_are_those_of_one(folder: Path) -> None:
         (8, 2, 4, [(0, 2, 0, 1), (2, 4, 0, 1), (4, 6, 1, 2), (6, 8, 1, 2)]),
     ],
 )
-def test_ranks_share_heads(heads: int, kv_heads: int, ranks: int, shares: list[tuple[int, ...]]) -> None:
-    """Keys and values with the queries that attend to them, by several ranks where there are too few."""
+def test_ranks_share_query_and_kv_heads(heads: int, kv_heads: int, ranks: int, shares: list[tuple[int, ...]]) -> None:
+    """A rank has the KV heads of its queries. If there are too few KV heads, several ranks have the same."""
     found = [shard_heads(group, heads, kv_heads) for group in groups(ranks)]
     assert [(*queries.rows, *keys.rows) for queries, keys in found] == shares
 
 
-def test_heads_that_cannot_be_shared_are_refused(folder: Path) -> None:
+def test_heads_that_ranks_cannot_share_are_refused(folder: Path) -> None:
     with pytest.raises(PenstockError, match="3 ranks cannot share 4 query heads"):
         load_model(folder, ops.backend(CPU), LoadOptions(group=groups(3)[0]))
 
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_pytorch_files_are_read(folder: Path, tmp_path: Path, shards: int) -> None:
-    """As safetensors are, also some rows of a tensor; the version changes with the weights."""
+    """Whole tensors and ranges of rows. The version changes with the weights."""
     tensors = dict(sorted(load_file(folder / "model.safetensors").items()))
     shutil.copy(folder / "config.json", tmp_path)
 
@@ -167,14 +167,14 @@ def test_pytorch_files_are_read(folder: Path, tmp_path: Path, shards: int) -> No
     assert model.weights_version == changed.version
 
 
-def test_pickles_of_more_than_tensors_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_pickle_of_other_objects_than_tensors_is_refused(folder: Path, tmp_path: Path) -> None:
     shutil.copy(folder / "config.json", tmp_path)
     torch.save({"model.norm.weight": Path("x")}, tmp_path / "pytorch_model.bin")
     with pytest.raises(PenstockError, match=r"is not loaded, as its pickle would run pathlib\.\w+\. Convert it"):
         Checkpoint(tmp_path)
 
 
-def test_tensors_as_stored(tmp_path: Path) -> None:
+def test_tensors_are_read_in_their_stored_dtype(tmp_path: Path) -> None:
     save(LlamaConfig(**SMALL), tmp_path)
     path = tmp_path / "model.safetensors"
     own = {

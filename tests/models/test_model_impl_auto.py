@@ -1,4 +1,4 @@
-"""``--model-impl auto``: a switch that our implementation of a family does not have is computed by transformers."""
+"""``--model-impl auto``: transformers runs a configuration that Penstock's implementation of the family lacks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LLAMA4: dict[str, Any] = {
     "head_dim": 16,
 }
 ERNIE: dict[str, Any] = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 1}
-SWITCHES: dict[str, tuple[PreTrainedConfig, str]] = {
+UNSUPPORTED: dict[str, tuple[PreTrainedConfig, str]] = {
     "OLMoE with clip_qkv": (OlmoeConfig(**SMALL, **EXPERTS, clip_qkv=0.5), "clip_qkv"),
     "ERNIE with use_bias": (Ernie4_5_MoeConfig(**SMALL, **ERNIE, use_bias=True), "use_bias"),
     "Llama with relu2": (LlamaConfig(**SMALL, hidden_act="relu2"), "activation 'relu2'"),
@@ -44,38 +44,38 @@ SWITCHES: dict[str, tuple[PreTrainedConfig, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", SWITCHES)
-def test_auto_runs_an_unsupported_switch_by_transformers(name: str, tmp_path: Path) -> None:
-    config, words = SWITCHES[name]
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_auto_runs_unsupported_config_with_transformers(name: str, tmp_path: Path) -> None:
+    config, message = UNSUPPORTED[name]
     model = save(config, tmp_path)
-    with pytest.raises(PenstockError, match=words):
+    with pytest.raises(PenstockError, match=message):
         read_config(tmp_path)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     (output,) = LLM(tmp_path, **OPTIONS, model_impl="auto").generate([PROMPT], params, use_tqdm=False)
     with torch.inference_mode():
         table = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
-    told = [found.logprob for position in (output.prompt_logprobs or [])[1:] for found in (position or {}).values()]
-    assert told == pytest.approx(table[range(len(PROMPT) - 1), PROMPT[1:]].tolist(), abs=1e-3)
+    reported = [found.logprob for position in (output.prompt_logprobs or [])[1:] for found in (position or {}).values()]
+    assert reported == pytest.approx(table[range(len(PROMPT) - 1), PROMPT[1:]].tolist(), abs=1e-3)
 
 
-def test_auto_keeps_our_implementation_of_what_it_computes(tmp_path: Path) -> None:
+def test_auto_keeps_penstock_implementation_if_supported(tmp_path: Path) -> None:
     save(LlamaConfig(**SMALL), tmp_path)
     assert read_config(tmp_path, "auto").model_impl == "penstock"
 
 
 @pytest.mark.parametrize("model_impl", ["penstock", "auto"])
-def test_a_config_without_architectures_is_read_by_its_model_type(model_impl: Any, tmp_path: Path) -> None:
+def test_config_without_architectures_is_read_by_model_type(model_impl: Any, tmp_path: Path) -> None:
     model = save(LlamaConfig(**SMALL), tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, "architectures": None}))
     (output,) = LLM(tmp_path, **OPTIONS, model_impl=model_impl).generate(
         [PROMPT], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False
     )
-    wanted = model.generate(torch.tensor([PROMPT]), max_new_tokens=4, do_sample=False, eos_token_id=None)
-    assert output.outputs[0].token_ids == wanted[0, len(PROMPT) :].tolist()
+    expected = model.generate(torch.tensor([PROMPT]), max_new_tokens=4, do_sample=False, eos_token_id=None)
+    assert output.outputs[0].token_ids == expected[0, len(PROMPT) :].tolist()
 
 
-def test_a_model_of_transformers_without_architectures_is_found(tmp_path: Path) -> None:
+def test_transformers_model_without_architectures_is_found(tmp_path: Path) -> None:
     save(LlamaConfig(**SMALL), tmp_path / "llama")
     config = {"model_type": "gpt_neox", "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2}
     config |= {"num_attention_heads": 4, "intermediate_size": 96, "max_position_embeddings": 128}
@@ -86,13 +86,13 @@ def test_a_model_of_transformers_without_architectures_is_found(tmp_path: Path) 
         read_config(tmp_path, "auto")
 
 
-@pytest.mark.parametrize("names", [{"torch_dtype": "auto"}, {"dtype": "auto"}, {}])
+@pytest.mark.parametrize("dtype_field", [{"torch_dtype": "auto"}, {"dtype": "auto"}, {}])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_missing_or_automatic_dtype_is_that_of_the_weights(names: dict[str, str], dtype: str, tmp_path: Path) -> None:
+def test_missing_or_auto_dtype_is_dtype_of_the_weights(dtype_field: dict[str, str], dtype: str, tmp_path: Path) -> None:
     save(LlamaConfig(**SMALL), tmp_path).to(getattr(torch, dtype)).save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     kept = {name: value for name, value in raw.items() if name not in ("dtype", "torch_dtype")}
-    (tmp_path / "config.json").write_text(json.dumps(kept | names))
-    if not names:
+    (tmp_path / "config.json").write_text(json.dumps(kept | dtype_field))
+    if not dtype_field:
         assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype == getattr(torch, dtype)
     assert read_config(tmp_path).dtype == dtype

@@ -1,4 +1,4 @@
-"""An installed package adds a family of models: the code of docs/cookbook/add_a_model.md, in all processes."""
+"""An installed package adds a family of models in all processes, with the code of docs/cookbook/add_a_model.md."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ assert "torch" not in sys.modules
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Environment with the page's package, and with one that cannot be imported."""
+    """Environment variables with the package of the page, and one that cannot be imported, in ``PYTHONPATH``."""
     source, target = tmp_path_factory.mktemp("penstock-acme"), tmp_path_factory.mktemp("site-packages")
     code = dict(blocks(DOCS / "cookbook" / "add_a_model.md"))
     (source / "penstock_acme.py").write_text(code["python"])
@@ -75,9 +75,7 @@ def acme(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_family_of_a_package_generates_the_tokens_of_transformers(
-    packages: dict[str, str], acme: tuple[Path, Any], ranks: int
-) -> None:
+def test_family_of_a_package_matches_transformers(packages: dict[str, str], acme: tuple[Path, Any], ranks: int) -> None:
     folder, llama = acme
     rng = Random(0)
     prompts = [[rng.randrange(2, 300) for _ in range(length)] for length in (5, 70)]
@@ -90,7 +88,7 @@ def test_family_of_a_package_generates_the_tokens_of_transformers(
     assert "the model family other of the package penstock-broken is left out" in ran.stderr
 
 
-def test_engine_and_api_processes_know_the_family_of_a_package(
+def test_engine_and_api_processes_load_the_family_of_a_package(
     packages: dict[str, str], acme: tuple[Path, Any]
 ) -> None:
     folder, llama = acme
@@ -104,7 +102,7 @@ def test_engine_and_api_processes_know_the_family_of_a_package(
         assert size == f"{matrices / 1000:.1f}K"
 
 
-def test_without_the_package_the_architecture_is_refused(acme: tuple[Path, Any]) -> None:
+def test_architecture_is_refused_without_the_package(acme: tuple[Path, Any]) -> None:
     ran = subprocess.run([sys.executable, "-c", GENERATE, str(acme[0]), "1", "[]", "1"], capture_output=True, text=True)
     assert ran.returncode and "architecture AcmeForCausalLM is not supported; supported are" in ran.stderr
 

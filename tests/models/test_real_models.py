@@ -37,28 +37,28 @@ PROMPTS = [
     "水 means water, 火 means",
 ]
 LIMIT = 1e-4
-"""Largest difference of log probabilities from those of transformers."""
+"""Largest allowed difference of a log probability from that of transformers."""
 SENTENCES = ["A dog runs in the park.", "A puppy is running outside.", "The stock market fell.", "dogs " * 300, "x"]
 
 
 def check(outputs: list[RequestOutput], library: PreTrainedModel, limit: float) -> None:
-    """Compare log probabilities with the library's, and the greedy tokens with the likeliest of its, but for ties.
+    """Compare log probabilities with transformers, and greedy tokens with its likeliest ones, except ties.
 
     Args:
-        limit: largest difference of log probabilities.
+        limit: largest allowed difference of a log probability.
     """
     largest = 0.0
     for output in outputs:
-        prompt, made = output.prompt_token_ids, output.outputs[0].token_ids
-        assert len(made) == 40
+        prompt, generated = output.prompt_token_ids, output.outputs[0].token_ids
+        assert len(generated) == 40
         with torch.inference_mode():
-            table = library(torch.tensor([prompt + made])).logits[0].log_softmax(-1)
+            table = library(torch.tensor([prompt + generated])).logits[0].log_softmax(-1)
         chosen = table[len(prompt) - 1 : -1]
-        found = chosen.gather(1, torch.tensor(made)[:, None])[:, 0]
+        found = chosen.gather(1, torch.tensor(generated)[:, None])[:, 0]
         assert (chosen.max(1).values - found).max() <= limit
-        told = [*(output.prompt_logprobs or [])[1:], *(output.outputs[0].logprobs or [])]
-        assert len(told) == len(table) - 1
-        for row, position in zip(table, told, strict=False):
+        reported = [*(output.prompt_logprobs or [])[1:], *(output.outputs[0].logprobs or [])]
+        assert len(reported) == len(table) - 1
+        for row, position in zip(table, reported, strict=False):
             for token_id, score in (position or {}).items():
                 largest = max(largest, abs(score.logprob - row[token_id].item()))
     print(f"largest difference of log probabilities: {largest:.1e}")
@@ -66,7 +66,7 @@ def check(outputs: list[RequestOutput], library: PreTrainedModel, limit: float) 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_tokens_and_logprobs_against_transformers(name: str) -> None:
+def test_greedy_tokens_and_logprobs_match_transformers(name: str) -> None:
     folder = MODELS[name]().checkpoint
     outputs = LLM(folder, **OPTIONS).generate(PROMPTS, PARAMS, use_tqdm=False)
     library = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -76,7 +76,7 @@ def test_greedy_tokens_and_logprobs_against_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_gguf_file_against_its_conversion_by_transformers(name: str) -> None:
+def test_gguf_file_matches_its_conversion_by_transformers(name: str) -> None:
     model = MODELS[name]()
     llm = LLM(model.gguf, **OPTIONS)
     tokenizer = AutoTokenizer.from_pretrained(model.checkpoint)
@@ -91,7 +91,7 @@ def test_gguf_file_against_its_conversion_by_transformers(name: str) -> None:
         assert "Paris" in answer.outputs[0].text
 
 
-def test_embeddings_against_sentence_transformers() -> None:
+def test_embeddings_match_sentence_transformers() -> None:
     from sentence_transformers import SentenceTransformer
 
     folder = real_models.minilm()
@@ -100,10 +100,10 @@ def test_embeddings_against_sentence_transformers() -> None:
     for output, vector in zip(outputs, expected, strict=True):
         assert output.outputs.embedding == pytest.approx(vector.tolist(), abs=2e-5)
     vectors = np.array([output.outputs.embedding for output in outputs])
-    assert vectors[0] @ vectors[1] > 0.4 > 0.2 > vectors[0] @ vectors[2]  # similar, and not
+    assert vectors[0] @ vectors[1] > 0.4 > 0.2 > vectors[0] @ vectors[2]  # similar, and unrelated
 
 
-def test_transcription_against_transformers() -> None:
+def test_transcription_matches_transformers() -> None:
     folder = real_models.whisper()
     texts = ["The capital of Canada is Ottawa.", "Please open the window, it is warm in here."]
     recordings = [real_models.speech(text, RATE) for text in texts]
@@ -120,7 +120,7 @@ def test_transcription_against_transformers() -> None:
 
 
 def transcriptions(folder: Path, recordings: list[np.ndarray]) -> list[str]:
-    """Transformers' greedy transcriptions, of the samples as a WAV file has them."""
+    """Greedy transcriptions by transformers, of samples rounded as in a WAV file."""
     library = WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer, extractor = AutoTokenizer.from_pretrained(folder), WhisperFeatureExtractor.from_pretrained(folder)
     texts = []

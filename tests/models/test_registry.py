@@ -1,4 +1,4 @@
-"""A family of models is one file: how it reads ``config.json``, and factories for attention and MLP."""
+"""Registered model families: their reader of ``config.json`` and their attention factory, through ``LLM``."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def tokens(folder: Path, **options: Any) -> list[list[int]]:
 
 
 def as_architecture(folder: Path, name: str, **fields: Any) -> None:
-    """Rewrite ``config.json`` so that it names another architecture."""
+    """Set the architecture, and other fields, in ``config.json``."""
     path = folder / "config.json"
     config = json.loads(path.read_text()) | fields
     path.write_text(json.dumps(config | {"architectures": [name]}))
 
 
-def every_other_window(raw: Mapping[str, Any]) -> ModelConfig:
+def full_attention_every_nth(raw: Mapping[str, Any]) -> ModelConfig:
     layers = int(raw["num_hidden_layers"])
     return dense_config(
         raw, sliding_windows=tuple(0 if i % raw["global_every"] == 0 else raw["local"] for i in range(layers))
@@ -52,7 +52,7 @@ def every_other_window(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def fewer_kv_heads_later(context: BuildContext, config: ModelConfig, layer: int, name: str) -> AttentionLayer:
-    """The first layer keeps all heads, later ones half of them."""
+    """The first layer has all KV heads, later layers half of them."""
     config = replace(config, num_kv_heads=config.num_kv_heads if layer == 0 else config.num_kv_heads // 2)
     return grouped_query_attention(context, config, layer, name)
 
@@ -60,24 +60,24 @@ def fewer_kv_heads_later(context: BuildContext, config: ModelConfig, layer: int,
 @pytest.fixture
 def families() -> Iterator[None]:
     mixed = partial(Decoder, attention=fewer_kv_heads_later)
-    made = [
-        Family(("WindowedForCausalLM",), every_other_window),
+    registered = [
+        Family(("WindowedForCausalLM",), full_attention_every_nth),
         Family(("MixedForCausalLM",), dense_config, mixed),
     ]
-    for family in made:
+    for family in registered:
         register(family)
     yield
-    for family in made:
+    for family in registered:
         unregister(family)
 
 
-def test_a_family_of_ones_own(families: None, tmp_path: Path) -> None:
+def test_registered_family_reads_config_and_generates(families: None, tmp_path: Path) -> None:
     types = ["full_attention", "sliding_attention", "full_attention"]
     save(LlamaConfig(**SMALL), tmp_path)
     plain = tokens(tmp_path)
     as_architecture(tmp_path, "LlamaForCausalLM", layer_types=types, sliding_window=20)
     expected = tokens(tmp_path)
-    assert expected != plain, "the window matters"
+    assert expected != plain, "the window changes the tokens"
     as_architecture(tmp_path, "WindowedForCausalLM", layer_types=None, global_every=2, local=20)
     assert tokens(tmp_path) == expected
     as_architecture(tmp_path, "WindowedForCausalLM", global_every=None)
@@ -85,7 +85,7 @@ def test_a_family_of_ones_own(families: None, tmp_path: Path) -> None:
         tokens(tmp_path)
 
 
-def test_layers_may_keep_different_things_in_the_cache(families: None, tmp_path: Path) -> None:
+def test_layers_may_have_different_numbers_of_kv_heads(families: None, tmp_path: Path) -> None:
     pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
     save(LlamaConfig(**SMALL), tmp_path)
     as_architecture(tmp_path, "MixedForCausalLM")
@@ -95,15 +95,14 @@ def test_layers_may_keep_different_things_in_the_cache(families: None, tmp_path:
     model = load_model(tmp_path, backend(torch.device("cpu")), LoadOptions(dtype=torch.float32, load_format="dummy"))
     specs = model.kv_specs(16)
     assert [spec.kv_heads for spec in specs] == [2, 1, 1]
-    block = 16 * (2 + 1 + 1) * 2 * 16 * 4
-    """Bytes: tokens, heads, keys and values, numbers in a head, float32."""
+    block = 16 * (2 + 1 + 1) * 2 * 16 * 4  # tokens, heads, keys and values, head size, bytes per number
     assert sum(spec.bytes_per_block for spec in specs) == block
     assert llm.engine.scheduler.device_pool.total == 2**20 // block
     host = LLM(tmp_path, **OPTIONS | options, preemption_mode="swap", swap_space=2**-10).engine.scheduler.host_pool
     assert host and host.total == 2**20 // block
 
 
-def test_an_unknown_architecture_is_told(tmp_path: Path) -> None:
+def test_unknown_architecture_is_refused(tmp_path: Path) -> None:
     save(LlamaConfig(**SMALL), tmp_path)
     as_architecture(tmp_path, "MixedForCausalLM")
     with pytest.raises(PenstockError, match=r"architecture MixedForCausalLM is not supported; supported are Bert"):

@@ -1,4 +1,4 @@
-"""Formats of 4 bits keep 8 bits for value projections, and for down projections of every third layer."""
+"""4-bit formats use 8 bits for value projections, and for down projections of every third layer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ENCODERS = {
     "modernbert": "ModernBertModel",
 }
 VALUES = {"v_proj", "kv_a_proj_with_mqa", "kv_b_proj"}
-"""Matrices that make values, and latent vectors in place of them."""
+"""Matrices that compute values, or latent vectors in their place."""
 FUSED = {"c_attn", "query_key_value"}
 """Queries, keys and values in one matrix."""
 OF_TRANSFORMERS = (
@@ -46,12 +46,12 @@ OF_TRANSFORMERS = (
     "PhiForCausalLM",
     "YoutuForCausalLM",
 )
-"""Architectures that modules of transformers compute."""
+"""Architectures that run with ``--model-impl transformers``."""
 
 
 @dataclass(frozen=True)
 class Built:
-    """A matrix of a layer as it was asked for."""
+    """A matrix of a layer, as the layer requests it from ``BuildContext``."""
 
     name: str
     outputs: int
@@ -61,7 +61,7 @@ class Built:
 
 @dataclass(frozen=True)
 class RecordingContext(BuildContext):
-    """Notes the format of each matrix of the layers."""
+    """Records the format of each matrix of the layers."""
 
     built: list[Built] = field(default_factory=list)
 
@@ -89,8 +89,8 @@ def build(folder: Path, model_impl: ModelImpl = "penstock") -> list[Built]:
 
 
 def check(built: list[Built], hidden_size: int) -> None:
-    """Each matrix has the bits of its role. Down projections are those outside attention with as many outputs as the
-    hidden size."""
+    """Check that each matrix has the bits of its role. Down projections are the matrices outside attention with as many
+    outputs as the hidden size."""
     layers: dict[int, list[Built]] = {}
     for each in built:
         if numbers := [int(part) for part in each.name.split(".") if part.isdigit()]:
@@ -115,23 +115,23 @@ def check(built: list[Built], hidden_size: int) -> None:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *WITH_EXPERTS])
-def test_decoders_of_every_family(family: str, tmp_path: Path) -> None:
+def test_sensitive_matrices_of_decoders_have_8_bits(family: str, tmp_path: Path) -> None:
     config = (FAMILIES | WITH_EXPERTS)[family](Random(family))
-    config.intermediate_size = 96  # never the hidden size
+    config.intermediate_size = 96  # differs from the hidden size
     save_config(config, tmp_path, f"{family}ForCausalLM")
     check(build(tmp_path), config.hidden_size)
 
 
 @pytest.mark.parametrize("family", ENCODERS)
-def test_encoders_of_every_family(family: str, tmp_path: Path) -> None:
+def test_sensitive_matrices_of_encoders_have_8_bits(family: str, tmp_path: Path) -> None:
     drawn = (draw_config(family, Random(seed)) for seed in count())
     config = next(config for config in drawn if config.num_hidden_layers == 3)
     save_config(config, tmp_path, ENCODERS[family])
     check(build(tmp_path), config.hidden_size)
 
 
-def test_weights_that_have_4_bits_already_get_no_more() -> None:
-    """A checkpoint's 4-bit integers stay; numbers that are dequantized are rounded to 8 bits."""
+def test_stored_4_bit_integers_keep_4_bits() -> None:
+    """Other stored formats are dequantized and rounded to 8 bits."""
     scheme = SCHEMES["w4a8"]
     assert scheme.sensitive
     assert scheme.kept(scheme.sensitive, Format(4, 32, asymmetric=True)) == scheme.layers
@@ -139,7 +139,7 @@ def test_weights_that_have_4_bits_already_get_no_more() -> None:
         assert scheme.kept(scheme.sensitive, stored) == scheme.sensitive
 
 
-def test_whisper_s_decoder(tmp_path: Path) -> None:
+def test_sensitive_matrices_of_whisper_decoder_have_8_bits(tmp_path: Path) -> None:
     sizes = {"decoder_layers": 3, "decoder_ffn_dim": 96, "decoder_attention_heads": 4, "max_target_positions": 64}
     sizes |= {"encoder_layers": 2, "encoder_ffn_dim": 96, "encoder_attention_heads": 4, "d_model": 64}
     save_config(WhisperConfig(**sizes), tmp_path, "WhisperForConditionalGeneration")
@@ -147,7 +147,7 @@ def test_whisper_s_decoder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", OF_TRANSFORMERS)
-def test_modules_of_transformers(architecture: str, tmp_path: Path) -> None:
+def test_sensitive_matrices_of_transformers_models_have_8_bits(architecture: str, tmp_path: Path) -> None:
     config = tiny(architecture)
     save(architecture, config, tmp_path)
     check(build(tmp_path, "transformers"), 64)

@@ -1,4 +1,4 @@
-"""Transcription: features, tokens and windows against transformers; what is refused; the endpoints by OpenAI's."""
+"""Transcription: features, tokens and windows against transformers; refused requests; OpenAI's endpoints."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def engine(pair: tuple[Path, WhisperForConditionalGeneration]) -> Engine:
 
 
 def transcribe(engine: Engine, recordings: Sequence[Transcription]) -> list[list[list[int]]]:
-    """The tokens of each recording's windows; a window of each recording at a time, all in one batch."""
+    """Tokens by recording and window. One window of each recording at a time runs in a batch."""
     tokens: list[list[list[int]]] = [[] for _ in recordings]
     while windows := {i: window for i, each in enumerate(recordings) if (window := each.next_window())}:
-        for i, (prompt, audio, most) in windows.items():
-            sampling = SamplingParams(temperature=0, max_tokens=most)
+        for i, (prompt, audio, max_tokens) in windows.items():
+            sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
             engine.add(
                 EngineRequest(
                     request_id=str(i), prompt=prompt, sampling=sampling, eos_token_ids=(audio.rules.eos,), audio=audio
@@ -78,7 +78,7 @@ def opened(
 
 
 @pytest.mark.parametrize("bins", [80, 128])
-def test_features(bins: int) -> None:
+def test_features_match_transformers(bins: int) -> None:
     features, library = LogMelFeatures(feature_size=bins), WhisperFeatureExtractor(feature_size=bins)
     for seconds in (0.01, 7.3, 30):
         expected = library(sound(seconds), sampling_rate=RATE, return_tensors="np").input_features[0]
@@ -89,7 +89,7 @@ def test_features(bins: int) -> None:
     expected = library(long, sampling_rate=RATE, return_tensors="np", truncation=False, padding=False).input_features[0]
     np.testing.assert_allclose(features(long), expected, rtol=0, atol=5e-5)
     silent = features(np.pad(long, (0, 30 * RATE)))
-    whole = np.r_[:998, 1002:3000]  # frames within the recording, and behind it
+    whole = np.r_[:998, 1002:3000]  # frames within the recording, and after it
     window = features.window(features(long), 3000)
     np.testing.assert_allclose(window[:, whole], silent[:, 3000:6000][:, whole], rtol=0, atol=5e-5)
 
@@ -105,8 +105,8 @@ def encoded(samples: np.ndarray, kind: str, codec: str, rate: int) -> bytes:
     return file.getvalue()
 
 
-def test_files() -> None:
-    """What has no loss is read to the bit; others are about as long."""
+def test_audio_files_are_decoded() -> None:
+    """Lossless formats are read bit-exactly; others have about the same length."""
     samples = sound(2)
     flac = encoded(samples, "flac", "flac", RATE)
     for file in (wav(samples), wav(samples, channels=2), flac):
@@ -114,18 +114,18 @@ def test_files() -> None:
     for kind, codec in (("mp3", "libmp3lame"), ("mp4", "aac"), ("webm", "libopus")):
         found = decode_audio(encoded(np.repeat(samples, 3), kind, codec, 48_000), RATE, 60, 30)
         assert abs(len(found) - 2 * RATE) < RATE // 10
-    for wrong, words in (
+    for wrong, message in (
         (b"", "damaged"),
         (b"no sound", "damaged"),
         (flac[:3000], "damaged"),
         (wav(samples[:0]), "has no sound"),
         (wav(sound(61)), "is longer than 60 seconds"),
     ):
-        with pytest.raises(PenstockError, match=words):
+        with pytest.raises(PenstockError, match=message):
             decode_audio(wrong, RATE, 60, 30)
 
 
-def test_wav_without_av(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wav_is_decoded_without_pyav(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     np.testing.assert_array_equal(decode_audio(wav(sound(1), channels=2), RATE, 60, 30), sound(1))
     for wrong in (wav(sound(1), rate=8000), b"no sound"):
@@ -136,8 +136,8 @@ def test_wav_without_av(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- Against transformers ---------------------------------------------------------------------------------------------
 
 
-def test_tokens(engine: Engine, pair: tuple[Path, WhisperForConditionalGeneration]) -> None:
-    """With and without times, languages detected or given, and text before it: all in one batch."""
+def test_tokens_match_transformers(engine: Engine, pair: tuple[Path, WhisperForConditionalGeneration]) -> None:
+    """In one batch: with and without timestamps, detected and given languages, and a prompt."""
     folder, model = pair
     cases: list[tuple[float, str, str, bool]] = [
         (5, "", "", False),
@@ -187,8 +187,10 @@ def likeliest(
     return tokens[len(prompt) :]
 
 
-def test_long_recording(engine: Engine, pair: tuple[Path, WhisperForConditionalGeneration]) -> None:
-    """The windows begin where transformers' do, with the same segments."""
+def test_windows_of_long_recording_match_transformers(
+    engine: Engine, pair: tuple[Path, WhisperForConditionalGeneration]
+) -> None:
+    """Segments have the same tokens and start times."""
     folder, model = pair
     recording = opened(folder, 14, 11, "en")
     assert len(transcribe(engine, [recording])[0]) > 2
@@ -226,8 +228,8 @@ def logprobs(engine: Engine, audio: AudioInput, prompt: list[int]) -> list[float
 
 
 @pytest.mark.parametrize(("bins", "tied"), [(80, True), (128, False)])
-def test_log_probabilities(tmp_path: Path, bins: int, tied: bool) -> None:
-    """Float32 is within 2e-5; the loss in bfloat16 no worse than the library's own."""
+def test_logprobs_match_transformers(tmp_path: Path, bins: int, tied: bool) -> None:
+    """In float32 within 2e-5; in bfloat16 with an error near that of transformers."""
     model = save_random(tmp_path, 7, bins, tied)
     prompt = np.random.default_rng(1).integers(4, 250, 60).tolist()
     features = LogMelFeatures(feature_size=bins, chunk_length=SECONDS)(sound(5, 2))
@@ -235,11 +237,11 @@ def test_log_probabilities(tmp_path: Path, bins: int, tied: bool) -> None:
     errors: dict[str, list[float]] = {}
     exact = expected_logprobs(model, features, prompt)
     for dtype in ("float32", "bfloat16"):
-        own = Engine(EngineOptions(model=str(tmp_path), dtype=dtype, max_num_batched_tokens=25, **OPTIONS))
+        engine = Engine(EngineOptions(model=str(tmp_path), dtype=dtype, max_num_batched_tokens=25, **OPTIONS))
         library = expected_logprobs(model.to(getattr(torch, dtype)), features, prompt)
-        errors[dtype] = [np.abs(each - exact).mean() for each in (np.array(logprobs(own, audio, prompt)), library)]
+        errors[dtype] = [np.abs(each - exact).mean() for each in (np.array(logprobs(engine, audio, prompt)), library)]
         if dtype == "float32":
-            np.testing.assert_allclose(logprobs(own, audio, prompt), exact, rtol=0, atol=2e-5)
+            np.testing.assert_allclose(logprobs(engine, audio, prompt), exact, rtol=0, atol=2e-5)
     ours, theirs = errors["bfloat16"]
     assert ours <= 1.2 * theirs
 
@@ -251,8 +253,8 @@ def expected_logprobs(model: WhisperForConditionalGeneration, features: np.ndarr
     return logits[0, :-1].float().log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].numpy()
 
 
-def test_batch_invariance(engine: Engine, pair: tuple[Path, WhisperForConditionalGeneration]) -> None:
-    """The same request gives the same tokens alone, among others, and where few blocks force preemption."""
+def test_tokens_do_not_depend_on_the_batch(engine: Engine, pair: tuple[Path, WhisperForConditionalGeneration]) -> None:
+    """Alone, and together with so few blocks that some are preempted."""
     folder, _ = pair
     few = Engine(EngineOptions(model=str(folder), dtype="float32", **OPTIONS | {"num_gpu_blocks_override": 6}))
     seeds = range(5)
@@ -260,7 +262,7 @@ def test_batch_invariance(engine: Engine, pair: tuple[Path, WhisperForConditiona
     assert together == [transcribe(engine, [opened(folder, 4, seed, times=True)])[0] for seed in seeds]
 
 
-def test_memory_plan(pair: tuple[Path, WhisperForConditionalGeneration]) -> None:
+def test_planned_sizes_equal_the_matrices_of_the_model(pair: tuple[Path, WhisperForConditionalGeneration]) -> None:
     folder, model = pair
     size = model_size_of(read_config_json(folder))
     matrices = sum(each.numel() for each in model.parameters() if each.dim() > 1)
@@ -286,14 +288,16 @@ def segments_of(engine: Engine, folder: Path, seconds: float, seed: int) -> list
     return recording.segments
 
 
-def test_formats(client: openai.OpenAI, engine: Engine, pair: tuple[Path, WhisperForConditionalGeneration]) -> None:
-    file, asked = ("sound.wav", wav(sound(14, 5))), {"model": "default", "language": "en"}
+def test_response_formats_have_text_segments_and_times(
+    client: openai.OpenAI, engine: Engine, pair: tuple[Path, WhisperForConditionalGeneration]
+) -> None:
+    file, options = ("sound.wav", wav(sound(14, 5))), {"model": "default", "language": "en"}
     segments = segments_of(engine, pair[0], 14, 5)
     text = "".join(each.text for each in segments).strip()
     create = client.audio.transcriptions.create
-    assert create(file=file, **asked).text == text
-    assert create(file=file, response_format="text", **asked) == f"{text}\n"
-    verbose = create(file=file, response_format="verbose_json", timestamp_granularities=["segment"], **asked)
+    assert create(file=file, **options).text == text
+    assert create(file=file, response_format="text", **options) == f"{text}\n"
+    verbose = create(file=file, response_format="verbose_json", timestamp_granularities=["segment"], **options)
     assert (verbose.language, verbose.duration, verbose.text) == ("english", 14.0, text)
     assert verbose.segments
     given = [(each.start, each.end, each.text, each.tokens) for each in verbose.segments]
@@ -301,22 +305,24 @@ def test_formats(client: openai.OpenAI, engine: Engine, pair: tuple[Path, Whispe
     assert all(each.avg_logprob < 0 and each.compression_ratio > 0 for each in verbose.segments)
     first = segments[0]
     start, end = (f"00:00:{time:06.3f}" for time in (first.start, first.end))
-    assert create(file=file, response_format="vtt", **asked).startswith(f"WEBVTT\n\n{start} --> {end}\n")
-    srt = create(file=file, response_format="srt", **asked)
+    assert create(file=file, response_format="vtt", **options).startswith(f"WEBVTT\n\n{start} --> {end}\n")
+    srt = create(file=file, response_format="srt", **options)
     assert srt.startswith(f"1\n{start.replace('.', ',')} --> {end.replace('.', ',')}\n")
 
 
-def test_words(client: openai.OpenAI, pair: tuple[Path, WhisperForConditionalGeneration]) -> None:
-    """All text of all windows is in the words, in order, and in their segments."""
+def test_words_contain_all_text_of_the_segments(
+    client: openai.OpenAI, pair: tuple[Path, WhisperForConditionalGeneration]
+) -> None:
+    """In order, over all windows."""
     file = ("sound.wav", wav(sound(14, 5)))
-    asked = {"file": file, "model": "default", "language": "zh", "response_format": "verbose_json"}
+    options = {"file": file, "model": "default", "language": "zh", "response_format": "verbose_json"}
     create = client.audio.transcriptions.create
-    answer = create(timestamp_granularities=["word"], **asked)
-    both = create(timestamp_granularities=["segment", "word"], **asked)
+    answer = create(timestamp_granularities=["word"], **options)
+    both = create(timestamp_granularities=["segment", "word"], **options)
     assert answer.segments is None
     assert answer.words and both.segments
     assert answer.words == both.words
-    assert create(**asked).words is None
+    assert create(**options).words is None
     spaceless = "".join("".join(each.word for each in answer.words).split())
     assert spaceless == "".join("".join(each.text for each in both.segments).split())
     assert all(0 <= each.start <= each.end <= 14 for each in answer.words)
@@ -324,7 +330,7 @@ def test_words(client: openai.OpenAI, pair: tuple[Path, WhisperForConditionalGen
 
 
 @pytest.mark.parametrize("seconds", [5, 14])
-def test_streams(client: openai.OpenAI, seconds: float) -> None:
+def test_streamed_text_equals_whole_text(client: openai.OpenAI, seconds: float) -> None:
     file = ("sound.wav", wav(sound(seconds, 4)))
     whole = client.audio.transcriptions.create(file=file, model="default").text
     *deltas, done = client.audio.transcriptions.create(file=file, model="default", stream=True)
@@ -333,15 +339,15 @@ def test_streams(client: openai.OpenAI, seconds: float) -> None:
     assert done.usage.seconds == seconds
 
 
-def test_translation(client: openai.OpenAI) -> None:
+def test_translation_differs_from_transcription(client: openai.OpenAI) -> None:
     file = ("sound.wav", wav(sound(5, 4)))
     translated = client.audio.translations.create(file=file, model="default").text
     assert translated != client.audio.transcriptions.create(file=file, model="default").text
 
 
-def test_what_is_refused(server: Served, client: openai.OpenAI) -> None:
+def test_invalid_request_is_refused(server: Served, client: openai.OpenAI) -> None:
     file = ("sound.wav", wav(sound(1)))
-    for wrong, words in (
+    for wrong, message in (
         ({"file": ("x.mp3", b"nothing")}, "file: is damaged"),
         ({"language": "tlh"}, "language: 'tlh' is not supported by this model; supported are de, en, zh"),
         ({"prompt": "<|de|>"}, "prompt: contains a special token"),
@@ -353,10 +359,10 @@ def test_what_is_refused(server: Served, client: openai.OpenAI) -> None:
         ({"chunking_strategy": "auto"}, "chunking_strategy"),
         ({"file": ("x.wav", bytes(26 * 2**20))}, "at most"),
     ):
-        with pytest.raises(openai.APIStatusError, match=words):
+        with pytest.raises(openai.APIStatusError, match=message):
             client.audio.transcriptions.create(**{"file": file, "model": "default"} | wrong)
-    words = {"timestamp_granularities[]": "word", "response_format": "verbose_json", "model": "default"}
-    answer = httpx.post(f"{server.url}/audio/translations", data=words, files={"file": file})
+    form = {"timestamp_granularities[]": "word", "response_format": "verbose_json", "model": "default"}
+    answer = httpx.post(f"{server.url}/audio/translations", data=form, files={"file": file})
     assert answer.status_code == 400
     assert "word timestamps are supported for transcriptions" in answer.text
     chat = {"messages": [{"role": "user", "content": "hello"}]}
@@ -366,7 +372,7 @@ def test_what_is_refused(server: Served, client: openai.OpenAI) -> None:
         assert "file to /v1/audio/transcriptions" in answer.text
 
 
-def test_options_that_are_refused(pair: tuple[Path, WhisperForConditionalGeneration]) -> None:
+def test_unsupported_engine_option_is_refused(pair: tuple[Path, WhisperForConditionalGeneration]) -> None:
     for name, value in (
         ("tensor_parallel_size", 2),
         ("pipeline_parallel_size", 2),
@@ -380,14 +386,14 @@ def test_options_that_are_refused(pair: tuple[Path, WhisperForConditionalGenerat
             Engine(EngineOptions(model=str(pair[0]), **{name: value}))
 
 
-def test_models_of_text_hear_nothing() -> None:
+def test_text_model_refuses_audio() -> None:
     engine = Engine(EngineOptions(max_model_len=256, **OPTIONS))
     audio = AudioInput(bytes(4 * 80 * 3000), 80, 3000, DecodingRules(eos=5))
     with pytest.raises(PenstockError, match="audio: this model does not support audio input"):
         engine.add(EngineRequest(request_id="a", prompt=[1], sampling=SamplingParams(), audio=audio))
 
 
-def test_english_model(tmp_path: Path) -> None:
+def test_english_only_model_refuses_translation_and_languages(tmp_path: Path) -> None:
     save_random(tmp_path, english=True)
     speech = InputProcessor(tmp_path, ModelOptions()).speech
     assert speech
@@ -400,8 +406,8 @@ def test_english_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", [("lang_to_id",), ("lang_to_id", "task_to_id"), ()])
-def test_languages_are_those_of_the_tokenizer(tmp_path: Path, missing: tuple[str, ...]) -> None:
-    """As in checkpoints from before transformers wrote them to the generation config."""
+def test_languages_are_read_from_the_tokenizer(tmp_path: Path, missing: tuple[str, ...]) -> None:
+    """In checkpoints from before transformers wrote languages to the generation config."""
     save_random(tmp_path)
     path = tmp_path / "generation_config.json"
     given = json.loads(path.read_text())
@@ -421,7 +427,7 @@ def test_languages_are_those_of_the_tokenizer(tmp_path: Path, missing: tuple[str
 
 
 @pytest.mark.parametrize(("vocab_size", "languages"), [(51_864, set()), (51_865, {"en", "de", "zh"})])
-def test_size_of_the_vocabulary_tells_english_models(tmp_path: Path, vocab_size: int, languages: set[str]) -> None:
+def test_vocabulary_size_identifies_english_only_models(tmp_path: Path, vocab_size: int, languages: set[str]) -> None:
     save_random(tmp_path)
     (tmp_path / "generation_config.json").unlink()
     tokens = read_speech_tokens(tmp_path, Tokenizer(tmp_path).token_to_id, 256, vocab_size)
@@ -429,13 +435,13 @@ def test_size_of_the_vocabulary_tells_english_models(tmp_path: Path, vocab_size:
     assert set(tokens.tasks) == ({"transcribe", "translate"} if languages else set())
 
 
-def test_ctrl_c_leaves_a_file_that_is_decoded_alone(pair: tuple[Path, WhisperForConditionalGeneration]) -> None:
-    """The terminal's signal comes as the process starts in which the file is decoded; the server drains."""
+def test_ctrl_c_does_not_interrupt_audio_decoding(pair: tuple[Path, WhisperForConditionalGeneration]) -> None:
+    """The terminal's signal arrives when the decoding process starts. The server drains."""
     flags = ["--model", str(pair[0]), "--dtype", "float32", "--num-gpu-blocks-override", "100"]
     with Served(*flags) as server, ThreadPoolExecutor() as pool:
         client = openai.OpenAI(base_url=server.url, api_key="-", max_retries=0)
         file = ("sound.wav", wav(sound(14, 5)))
-        asked = pool.submit(client.audio.transcriptions.create, file=file, model="default", language="en")
+        transcription = pool.submit(client.audio.transcriptions.create, file=file, model="default", language="en")
         server.interrupt("penstock.frontend.speech.audio_decoding")
-        assert asked.result(60).text
+        assert transcription.result(60).text
         assert server.ended() == 0

@@ -1,5 +1,5 @@
-"""``tie_word_embeddings`` and the weights: as in transformers, a language model head that differs from the embedding is
-kept, whatever the flag says, and counted in the plan of memory."""
+"""``tie_word_embeddings``: as in transformers, a stored language model head that differs from the embedding is used,
+whatever the flag is. The memory plan counts it."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def tied(family: str, folder: Path) -> None:
-    """A checkpoint with tied embeddings."""
+def save_tied(family: str, folder: Path) -> None:
+    """Save a checkpoint with tied embeddings."""
     from random import Random
 
     config = (families.FAMILIES | families.WITH_EXPERTS)[family](Random(family))
@@ -52,8 +52,8 @@ def tied(family: str, folder: Path) -> None:
     save(config, folder)
 
 
-def change(folder: Path, made: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
-    save_file(made(load_file(folder / WEIGHTS)), folder / WEIGHTS, {"format": "pt"})
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    save_file(change(load_file(folder / WEIGHTS)), folder / WEIGHTS, {"format": "pt"})
 
 
 def with_head(tensors: dict[str, torch.Tensor], same: bool = False) -> dict[str, torch.Tensor]:
@@ -76,10 +76,10 @@ def library_logprobs(folder: Path) -> list[float]:
     return found
 
 
-def check_other_head(family: str, folder: Path) -> None:
-    tied(family, folder)
+def check_different_head(family: str, folder: Path) -> None:
+    save_tied(family, folder)
     before = model_size_of(read_config_json(folder))
-    change(folder, with_head)
+    rewrite(folder, with_head)
     assert logprobs(folder) == pytest.approx(library_logprobs(folder), abs=2e-4)
     size = model_size_of(read_config_json(folder))
     assert size.embedding_weights == 2 * before.embedding_weights
@@ -87,24 +87,24 @@ def check_other_head(family: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("family", SAMPLE)
-def test_another_head_in_the_file_is_kept_though_the_flag_says_tied(family: str, tmp_path: Path) -> None:
-    check_other_head(family, tmp_path)
+def test_different_head_is_used_despite_tie_word_embeddings(family: str, tmp_path: Path) -> None:
+    check_different_head(family, tmp_path)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", sorted({*families.FAMILIES, *families.WITH_EXPERTS} - {*SAMPLE}))
-def test_another_head_is_kept_in_every_family(family: str, tmp_path: Path) -> None:
-    check_other_head(family, tmp_path)
+def test_different_head_is_used_in_every_family(family: str, tmp_path: Path) -> None:
+    check_different_head(family, tmp_path)
 
 
-def test_the_embedding_stored_twice_is_tied(tmp_path: Path) -> None:
+def test_embedding_stored_twice_is_tied(tmp_path: Path) -> None:
     save(LlamaConfig(**SMALL, tie_word_embeddings=True), tmp_path)
-    change(tmp_path, lambda tensors: with_head(tensors, same=True))
+    rewrite(tmp_path, lambda tensors: with_head(tensors, same=True))
     assert read_config(tmp_path).tie_word_embeddings
     assert logprobs(tmp_path) == pytest.approx(library_logprobs(tmp_path), abs=2e-4)
 
 
-def test_head_and_embedding_in_different_shards_are_compared(tmp_path: Path) -> None:
+def test_different_head_in_another_shard_is_used(tmp_path: Path) -> None:
     save(LlamaConfig(**SMALL, tie_word_embeddings=True), tmp_path)
     tensors = with_head(load_file(tmp_path / WEIGHTS))
     (tmp_path / WEIGHTS).unlink()
@@ -117,7 +117,7 @@ def test_head_and_embedding_in_different_shards_are_compared(tmp_path: Path) -> 
     assert logprobs(tmp_path) == pytest.approx(library_logprobs(tmp_path), abs=2e-4)
 
 
-def test_another_head_in_a_pytorch_file_is_kept(tmp_path: Path) -> None:
+def test_different_head_in_a_pytorch_file_is_used(tmp_path: Path) -> None:
     save(LlamaConfig(**SMALL, tie_word_embeddings=True), tmp_path)
     torch.save(with_head(load_file(tmp_path / WEIGHTS)), tmp_path / "pytorch_model.bin")
     (tmp_path / WEIGHTS).unlink()
@@ -125,36 +125,36 @@ def test_another_head_in_a_pytorch_file_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", [LlamaConfig(**SMALL), Qwen3Config(**SMALL, head_dim=32)])
-def test_without_flag_and_head_the_model_is_tied(config: PreTrainedConfig, tmp_path: Path) -> None:
+def test_model_without_flag_and_head_is_tied(config: PreTrainedConfig, tmp_path: Path) -> None:
     save(config, tmp_path)
     raw = json.loads((tmp_path / CONFIG).read_text())
-    change(tmp_path, lambda tensors: {name: each for name, each in tensors.items() if name != HEAD})
+    rewrite(tmp_path, lambda tensors: {name: each for name, each in tensors.items() if name != HEAD})
     (tmp_path / CONFIG).write_text(json.dumps(raw | {"tie_word_embeddings": True}))
-    wanted = library_logprobs(tmp_path)
+    expected = library_logprobs(tmp_path)
     del raw["tie_word_embeddings"]
     (tmp_path / CONFIG).write_text(json.dumps(raw))
-    assert logprobs(tmp_path) == pytest.approx(wanted, abs=2e-4)
+    assert logprobs(tmp_path) == pytest.approx(expected, abs=2e-4)
 
 
-def test_a_missing_head_of_untied_embeddings_is_refused(tmp_path: Path) -> None:
+def test_missing_head_of_untied_model_is_refused(tmp_path: Path) -> None:
     save(LlamaConfig(**SMALL, tie_word_embeddings=False), tmp_path)
-    change(tmp_path, lambda tensors: {name: each for name, each in tensors.items() if name != HEAD})
+    rewrite(tmp_path, lambda tensors: {name: each for name, each in tensors.items() if name != HEAD})
     with pytest.raises(PenstockError, match=r"no tensor lm_head\.weight"):
         LLM(tmp_path, **OPTIONS)
 
 
 @pytest.mark.parametrize("file", [WEIGHTS, "pytorch_model.bin"])
-def test_the_head_alone_is_the_embedding_of_a_tied_model(file: str, tmp_path: Path) -> None:
-    """As ``safetensors.torch.save_model`` writes tied tensors: under one of their names."""
+def test_stored_head_alone_is_the_embedding_of_a_tied_model(file: str, tmp_path: Path) -> None:
+    """``safetensors.torch.save_model`` writes tied tensors under one of their names."""
     save(LlamaConfig(**SMALL, tie_word_embeddings=True), tmp_path)
-    change(tmp_path, lambda tensors: {HEAD if name == EMBEDDING else name: each for name, each in tensors.items()})
+    rewrite(tmp_path, lambda tensors: {HEAD if name == EMBEDDING else name: each for name, each in tensors.items()})
     if file != WEIGHTS:
         torch.save(load_file(tmp_path / WEIGHTS), tmp_path / file)
         (tmp_path / WEIGHTS).unlink()
     assert logprobs(tmp_path) == pytest.approx(library_logprobs(tmp_path), abs=2e-4)
 
 
-def test_other_files_beside_the_weights_do_not_untie_the_embedding(tmp_path: Path) -> None:
+def test_unrelated_safetensors_file_does_not_untie_the_embedding(tmp_path: Path) -> None:
     save(LlamaConfig(**SMALL, tie_word_embeddings=True), tmp_path)
     save_file({HEAD: torch.randn(load_file(tmp_path / WEIGHTS)[EMBEDDING].shape)}, tmp_path / "value_head.safetensors")
     assert read_config(tmp_path).tie_word_embeddings
@@ -162,7 +162,7 @@ def test_other_files_beside_the_weights_do_not_untie_the_embedding(tmp_path: Pat
 
 
 @pytest.mark.parametrize("at", [0, 2**20 - 1, 2**20, 2 * 2**20 + 12_345])
-def test_one_other_byte_makes_another_head(at: int, tmp_path: Path) -> None:
+def test_head_with_one_different_byte_is_different(at: int, tmp_path: Path) -> None:
     values = torch.arange(2**19 + 2**14, dtype=torch.int32).view(64, -1)
     head = values.clone()
     head.view(-1).view(torch.uint8)[at] ^= 1
@@ -172,13 +172,13 @@ def test_one_other_byte_makes_another_head(at: int, tmp_path: Path) -> None:
     assert stored_head(tmp_path) == "same"
 
 
-def test_another_head_of_a_model_that_transformers_runs_is_counted(tmp_path: Path) -> None:
+def test_different_head_is_counted_with_model_impl_auto(tmp_path: Path) -> None:
     config = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=300, n_positions=128, tie_word_embeddings=True)
     model = save(config, tmp_path)
     assert model.config.tie_word_embeddings
     before = model_size_of(read_config(tmp_path, "auto").raw)
     embedding = load_file(tmp_path / WEIGHTS)["transformer.wte.weight"]
-    change(tmp_path, lambda tensors: tensors | {HEAD: torch.randn_like(embedding) * 0.2})
+    rewrite(tmp_path, lambda tensors: tensors | {HEAD: torch.randn_like(embedding) * 0.2})
     size = model_size_of(read_config(tmp_path, "auto").raw)
     assert size.embedding_weights == 2 * before.embedding_weights
     assert logprobs(tmp_path, model_impl="auto") == pytest.approx(library_logprobs(tmp_path), abs=2e-4)

@@ -1,4 +1,4 @@
-"""Models that transformers' modules compute over the paged KV cache (``model_impl``), against the library itself."""
+"""Models run by transformers' modules with the paged KV cache (``model_impl``), against transformers alone."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def checkpoint(architecture: str, folder: Path, **more: Any) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("architecture", RUN)
-def test_tokens_and_log_probabilities(architecture: str, tmp_path: Path) -> None:
-    """In a batch, in chunks, with cached prefixes and preemption: of one sequence at a time in the library."""
+def test_tokens_and_logprobs_match_transformers(architecture: str, tmp_path: Path) -> None:
+    """In a batch, in chunks, with cached prefixes and preemption; transformers alone runs one sequence at a time."""
     model = checkpoint(architecture, tmp_path)
     llm = LLM(tmp_path, **OPTIONS)
     found = compare(llm, model)
@@ -65,7 +65,7 @@ def test_tokens_and_log_probabilities(architecture: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("architecture", REFUSED)
-def test_what_would_be_wrong_is_refused_by_name(architecture: str, tmp_path: Path) -> None:
+def test_unsupported_architecture_is_refused(architecture: str, tmp_path: Path) -> None:
     checkpoint(architecture, tmp_path)
     with pytest.raises(PenstockError, match=f"{architecture} cannot be run by the modules.*{REFUSED[architecture]}"):
         LLM(tmp_path, **OPTIONS)
@@ -73,12 +73,12 @@ def test_what_would_be_wrong_is_refused_by_name(architecture: str, tmp_path: Pat
 
 
 @pytest.mark.thorough
-def test_the_table_of_all_architectures() -> None:
+def test_table_of_architectures_is_up_to_date() -> None:
     assert "".join(rows()) == table().partition("|---|---|\n")[2]
 
 
-def test_plain_pytorch_and_rope_that_depends_on_the_length(tmp_path: Path) -> None:
-    """Fixed at load for the longest sequence, which the library comes to in longer ones than it was trained with."""
+def test_longrope_with_reference_ops_matches_transformers(tmp_path: Path) -> None:
+    """The factors are fixed at load; transformers uses the same for prompts longer than the trained length."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8, "original_max_position_embeddings": 64}
     rope = {"rope_type": "longrope", "rope_theta": 10_000.0, **factors}
     model = checkpoint("Phi3ForCausalLM", tmp_path, rope_parameters=rope)
@@ -88,15 +88,15 @@ def test_plain_pytorch_and_rope_that_depends_on_the_length(tmp_path: Path) -> No
 
 @torch.inference_mode()
 def errors(log_probabilities: list[list[float]], model: PreTrainedModel) -> float:
-    """Of the prompts' log probabilities, those of the model being right: the root of the mean square."""
+    """Root mean square error of the prompts' log probabilities, relative to ``model``."""
     squares = [
-        (torch.tensor(found) - wanted_log_probabilities(model, prompt)).square()
+        (torch.tensor(found) - expected_log_probabilities(model, prompt)).square()
         for prompt, found in zip(PROMPTS[1:], log_probabilities, strict=True)
     ]
     return float(torch.cat(squares).mean().sqrt())
 
 
-def wanted_log_probabilities(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
+def expected_log_probabilities(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
     table = model(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
     return table[range(len(prompt) - 1), prompt[1:]]
 
@@ -109,22 +109,22 @@ def log_probabilities(llm: LLM) -> list[list[float]]:
     ]
 
 
-def test_quantization_at_load_and_of_the_cache(tmp_path: Path) -> None:
+def test_quantized_weights_and_kv_cache_have_a_small_error(tmp_path: Path) -> None:
     model = checkpoint("StableLmForCausalLM", tmp_path)
     options = OPTIONS | {"quantization": "w8a8", "kv_cache_dtype": "int8", "num_gpu_blocks_override": 60}
     assert 1e-4 < errors(log_probabilities(LLM(tmp_path, **options)), model) < 0.2
 
 
 @torch.inference_mode()
-def test_bfloat16_is_no_worse_than_the_librarys(tmp_path: Path) -> None:
+def test_bfloat16_error_is_near_that_of_transformers(tmp_path: Path) -> None:
     model = checkpoint("StableLmForCausalLM", tmp_path)
     rough = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
     ours = log_probabilities(LLM(tmp_path, **OPTIONS | {"dtype": "bfloat16", "num_gpu_blocks_override": 60}))
-    theirs = [wanted_log_probabilities(rough, prompt).tolist() for prompt in PROMPTS[1:]]
+    theirs = [expected_log_probabilities(rough, prompt).tolist() for prompt in PROMPTS[1:]]
     assert errors(ours, model) <= 1.2 * errors(theirs, model)
 
 
-def test_auto_prefers_our_own_implementation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_prefers_the_implementation_of_penstock(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for folder in (ours := tmp_path / "qwen3", theirs := tmp_path / "stablelm"):
         folder.mkdir()
     save_known(Qwen3Config(**SMALL, head_dim=16, sliding_window=None), ours)
@@ -140,10 +140,10 @@ def test_auto_prefers_our_own_implementation(tmp_path: Path, caplog: pytest.LogC
         LLM(theirs, **options | {"model_impl": "penstock"})
 
 
-def test_what_an_unknown_architecture_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_architecture_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint("StableLmForCausalLM", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    monkeypatch.setitem(sys.modules, "transformers", None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, "transformers", None)  # as if it is not installed
     with pytest.raises(PenstockError, match=r"supported are .* pip install 'penstock-llm\[transformers\]'"):
         LLM(tmp_path, **OPTIONS | {"model_impl": "auto"})
     with pytest.raises(PenstockError, match=r"pip install 'penstock-llm\[transformers\]'"):
@@ -154,12 +154,14 @@ def test_what_an_unknown_architecture_says(tmp_path: Path, monkeypatch: pytest.M
         (tmp_path / "config.json").write_text(json.dumps(config))
         (tmp_path / "modeling.py").write_text("raise SystemExit")  # no code of a checkpoint is run
         for model_impl, known in {"auto": " is not .*", "transformers": ": "}.items():
-            words = f"architecture {architecture}{known}transformers {transformers.__version__} has no causal language"
-            with pytest.raises(PenstockError, match=words):
+            message = (
+                f"architecture {architecture}{known}transformers {transformers.__version__} has no causal language"
+            )
+            with pytest.raises(PenstockError, match=message):
                 LLM(tmp_path, **OPTIONS | {"model_impl": model_impl})
 
 
-def test_what_it_does_not_support_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+def test_unsupported_option_is_refused_before_reading_weights(tmp_path: Path) -> None:
     checkpoint("StableLmForCausalLM", tmp_path)
     (tmp_path / "model.safetensors").unlink()
     for options in (
@@ -174,7 +176,7 @@ def test_what_it_does_not_support_is_refused_before_weights_are_read(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "words"),
+    ("name", "value", "message"),
     [
         ("hidden_size", 65, "hidden_size|divisible"),
         ("hidden_size", "x", "hidden_size is 'x', and has to be a whole number"),
@@ -184,17 +186,17 @@ def test_what_it_does_not_support_is_refused_before_weights_are_read(tmp_path: P
         ("torch_dtype", "load", "dtype is 'load'"),
     ],
 )
-def test_broken_checkpoints_are_one_sentence(tmp_path: Path, name: str, value: object, words: str) -> None:
+def test_broken_checkpoint_is_refused(tmp_path: Path, name: str, value: object, message: str) -> None:
     checkpoint("StableLmForCausalLM", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config.pop("dtype", None)
     (tmp_path / "config.json").write_text(json.dumps(config | {name: value}))
-    with pytest.raises(PenstockError, match=words):
+    with pytest.raises(PenstockError, match=message):
         LLM(tmp_path, **OPTIONS)
 
 
-def test_other_weights_and_random_ones(tmp_path: Path) -> None:
-    """A model is loaded again with the weights of another folder, and with none at all."""
+def test_update_weights_and_dummy_weights(tmp_path: Path) -> None:
+    """Weights of another folder, and random ones of a folder without weights."""
     model = checkpoint("StableLmForCausalLM", tmp_path)
     llm, other = LLM(tmp_path, **OPTIONS), tmp_path / "other"
     shutil.copytree(tmp_path, other, ignore=shutil.ignore_patterns("other"))
@@ -206,5 +208,7 @@ def test_other_weights_and_random_ones(tmp_path: Path) -> None:
     assert compare(llm, model)[2] == 0
     (tmp_path / "model.safetensors").unlink()
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    made = [LLM(tmp_path, **OPTIONS, load_format="dummy").generate([draw(0, 9)], params, use_tqdm=False) for _ in "ab"]
-    assert made[0][0].outputs[0].token_ids == made[1][0].outputs[0].token_ids
+    outputs = [
+        LLM(tmp_path, **OPTIONS, load_format="dummy").generate([draw(0, 9)], params, use_tqdm=False) for _ in "ab"
+    ]
+    assert outputs[0][0].outputs[0].token_ids == outputs[1][0].outputs[0].token_ids

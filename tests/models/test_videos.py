@@ -1,4 +1,4 @@
-"""Videos in prompts: frames, pixels, positions and tokens against transformers; what is refused; the dialects."""
+"""Videos in prompts: frames, pixels, positions and tokens against transformers; refused requests; dialects."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def frames(seed: int, count: int, height: int, width: int) -> np.ndarray:
-    """``[count, height, width, 3]`` uint8 of random pixels."""
+    """Random pixels, ``[count, height, width, 3]`` uint8."""
     return np.random.default_rng(seed).integers(0, 256, (count, height, width, 3), dtype=np.uint8)
 
 
@@ -91,8 +91,8 @@ def data_url(data: bytes) -> str:
 @pytest.mark.parametrize(
     "kwargs", [{}, {"num_frames": 6}, {"fps": 7.5}, {"size": {"shortest_edge": 64, "longest_edge": 40000}}]
 )
-def test_frames_and_pixels(pair: tuple[Path, PreTrainedModel], kwargs: dict[str, Any]) -> None:
-    """They are the library's; where frames are resized, up to 2 of 255 levels, as PyTorch rounds otherwise."""
+def test_frames_and_pixels_match_transformers(pair: tuple[Path, PreTrainedModel], kwargs: dict[str, Any]) -> None:
+    """Resized frames may differ by up to 2 of 255 levels, as PyTorch rounds differently."""
     folder, model = pair
     processor = InputProcessor(folder, ModelOptions())
     for seed, (count, height, width, fps) in enumerate([(9, 32, 48, 4.0), (23, 50, 37, 10.0), (70, 9, 40, 23.976)]):
@@ -108,7 +108,7 @@ def test_frames_and_pixels(pair: tuple[Path, PreTrainedModel], kwargs: dict[str,
         np.testing.assert_allclose(patches, expected["pixel_values_videos"], rtol=0, atol=tolerance)
 
 
-def test_drawn_samples(pair: tuple[Path, PreTrainedModel]) -> None:
+def test_numbers_of_sampled_frames_match_transformers(pair: tuple[Path, PreTrainedModel]) -> None:
     folder, model = pair
     rng = random.Random(1)
     processor = InputProcessor(folder, ModelOptions()).media.video_processor
@@ -126,19 +126,19 @@ def test_drawn_samples(pair: tuple[Path, PreTrainedModel]) -> None:
 
 @torch.inference_mode()
 def table(model: PreTrainedModel, tokens: list[int], videos: list[np.ndarray], fps: float, image: Any) -> torch.Tensor:
-    """The library's log probabilities after each token."""
+    """Log probabilities by transformers after each token."""
     ids = torch.tensor([tokens])
-    made = [video_library.process(model, video, fps, return_tensors="pt") for video in videos]
-    seen = {name: torch.cat([one[name] for one in made]) for name in ("pixel_values_videos", "video_grid_thw")}
-    seen |= checkpoints.image_processor(model)(images=[image], return_tensors="pt")
-    seen["mm_token_type_ids"] = (ids == PLACEHOLDER).int() + 2 * (ids == VIDEO).int()
+    processed = [video_library.process(model, video, fps, return_tensors="pt") for video in videos]
+    inputs = {name: torch.cat([each[name] for each in processed]) for name in ("pixel_values_videos", "video_grid_thw")}
+    inputs |= checkpoints.image_processor(model)(images=[image], return_tensors="pt")
+    inputs["mm_token_type_ids"] = (ids == PLACEHOLDER).int() + 2 * (ids == VIDEO).int()
     if model.config.model_type == "qwen2_5_vl":
-        seen["second_per_grid_ts"] = torch.tensor([2 / one["video_metadata"][0].sampled_fps for one in made])
-    return model(input_ids=ids, **seen).logits[0].log_softmax(-1)
+        inputs["second_per_grid_ts"] = torch.tensor([2 / each["video_metadata"][0].sampled_fps for each in processed])
+    return model(input_ids=ids, **inputs).logits[0].log_softmax(-1)
 
 
-def test_logprobs_and_greedy_tokens(pair: tuple[Path, PreTrainedModel]) -> None:
-    """In a batch, in chunks that cut frames, with an image, and again from the prefix cache."""
+def test_logprobs_and_greedy_tokens_match_transformers(pair: tuple[Path, PreTrainedModel]) -> None:
+    """In a batch, in chunks that split frames, with an image, and again from the prefix cache."""
     folder, model = pair
     shown = [[frames(0, 8, 40, 64)], [frames(1, 6, 64, 48), frames(2, 9, 48, 32)]]
     image, fps = noise(5, 24, 40), 4.0
@@ -147,23 +147,26 @@ def test_logprobs_and_greedy_tokens(pair: tuple[Path, PreTrainedModel]) -> None:
         for seed, videos in enumerate(shown)
     ]
     llm = LLM(folder, max_num_batched_tokens=37, **SMALL)
-    told = SamplingParams(temperature=0, max_tokens=6, logprobs=0, prompt_logprobs=0, ignore_eos=True)
-    outputs = llm.generate(prompts, told, use_tqdm=False)
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=0, prompt_logprobs=0, ignore_eos=True)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     for videos, output in zip(shown, outputs, strict=True):
-        (made,) = output.outputs
-        expected = table(model, output.prompt_token_ids + made.token_ids, videos, fps, image)
+        (completion,) = output.outputs
+        expected = table(model, output.prompt_token_ids + completion.token_ids, videos, fps, image)
         start = len(output.prompt_token_ids)
-        assert expected[start - 1 : -1].argmax(-1).tolist() == made.token_ids
-        found = [next(iter(one.values())).logprob for one in [*(output.prompt_logprobs or [])[1:], *made.logprobs]]
-        tokens = (output.prompt_token_ids + made.token_ids)[1:]
+        assert expected[start - 1 : -1].argmax(-1).tolist() == completion.token_ids
+        found = [
+            next(iter(position.values())).logprob
+            for position in [*(output.prompt_logprobs or [])[1:], *completion.logprobs]
+        ]
+        tokens = (output.prompt_token_ids + completion.token_ids)[1:]
         assert found == pytest.approx(expected[range(len(tokens)), tokens].tolist(), abs=2e-5)
-    again = llm.generate(prompts, told.replace(prompt_logprobs=None), use_tqdm=False)
+    again = llm.generate(prompts, params.replace(prompt_logprobs=None), use_tqdm=False)
     assert any(output.num_cached_tokens for output in again)
     assert [output.outputs[0].token_ids for output in again] == [output.outputs[0].token_ids for output in outputs]
 
 
-def test_transposed_experts(tmp_path: Path) -> None:
-    """Qwen's own checkpoints have ``[experts, inputs, outputs]``, and those that transformers saves the reverse."""
+def test_transposed_experts_are_read(tmp_path: Path) -> None:
+    """Qwen's checkpoints have ``[experts, inputs, outputs]``; transformers saves ``[experts, outputs, inputs]``."""
     folders = [tmp_path / "saved", tmp_path / "transposed"]
     for folder in folders:
         checkpoints.save_random(checkpoints.qwen3_vl_moe(), folder)
@@ -181,8 +184,8 @@ def test_transposed_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ids", [False, True])
-def test_timestamps(tmp_path: Path, ids: bool) -> None:
-    """Qwen3-VL: the time of each pair of frames is text before it, as the library calculates it."""
+def test_timestamps_of_frames_match_transformers(tmp_path: Path, ids: bool) -> None:
+    """Qwen3-VL: the time of each pair of frames precedes it as text."""
     from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
     checkpoints.save_random(checkpoints.qwen3_vl(), tmp_path)
@@ -202,8 +205,8 @@ def test_timestamps(tmp_path: Path, ids: bool) -> None:
     ]
 
 
-def test_positions_of_a_long_video() -> None:
-    """Text goes on after the largest position, as in Qwen's and vLLM's code; transformers 5.24 counts edges alone."""
+def test_text_after_long_video_continues_at_the_largest_position() -> None:
+    """As in Qwen's and vLLM's code; transformers 5.24 counts only the edges of frames."""
 
     def frame(offset: int, time: int, continues: bool) -> ImageInput:
         return ImageInput(b"", offset, 1, 2, 8, 16, b"", *((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)), 1, continues, time)
@@ -216,8 +219,8 @@ def test_positions_of_a_long_video() -> None:
     assert next_position(10, images) == 11
 
 
-def test_time_is_part_of_the_prefix(tmp_path: Path) -> None:
-    """Equal frames at other times are another prompt, and are encoded once."""
+def test_prefix_cache_distinguishes_times_of_frames(tmp_path: Path) -> None:
+    """Equal frames at other times are another prompt, but are encoded only once."""
     checkpoints.save_random(checkpoints.qwen2_5_vl(), tmp_path)
     llm = LLM(tmp_path, **SMALL)
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
@@ -241,8 +244,7 @@ def test_time_is_part_of_the_prefix(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("codec", "kind"), [("libx264", "mp4"), ("libvpx", "webm"), ("gif", "gif"), ("mjpeg", "avi"), ("ffv1", "matroska")]
 )
-def test_files(colours: Path, codec: str, kind: str) -> None:
-    """The frames that are chosen are those of these numbers."""
+def test_frames_of_video_files_are_sampled(colours: Path, codec: str, kind: str) -> None:
     processor = InputProcessor(colours, ModelOptions(media_io_kwargs='{"video": {"num_frames": 4}}'))
     names = ("red", "red", "red", "green", "green", "green", "blue", "blue")
     found = processor.media.load(MediaSource(data_url(encoded(plain(*names), 5, codec, kind)), "video", KIND))
@@ -251,7 +253,7 @@ def test_files(colours: Path, codec: str, kind: str) -> None:
     assert np.concatenate(pixels).tolist() == [0, 0, 1, 2]  # frames 0, 2, 4 and 6
 
 
-def test_a_file_in_python(colours: Path, tmp_path: Path) -> None:
+def test_python_prompts_accept_video_files_and_arrays(colours: Path, tmp_path: Path) -> None:
     data = encoded(plain("red", "red", "green", "green"))
     (tmp_path / "video.mp4").write_bytes(data)
     llm = LLM(colours, **SMALL)
@@ -283,13 +285,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_bad_file_is_one_sentence(colours: Path, name: str) -> None:
-    data, words = REFUSED[name]
+def test_invalid_video_is_refused_in_one_line(colours: Path, name: str) -> None:
+    data, expected = REFUSED[name]
     processor = InputProcessor(colours, ModelOptions(media_io_kwargs='{"video": {"num_frames": -1}}', **LIMITS))
     with pytest.raises(PenstockError) as error:
         processor.media.load(MediaSource(data_url(data), "messages[0].content[1]", KIND))
     message = error.value.failure.message
-    assert words in message and message.startswith("messages[0].content[1]: ")
+    assert expected in message and message.startswith("messages[0].content[1]: ")
     assert len(message) < 300 and "\n" not in message
 
 
@@ -299,7 +301,7 @@ def test_decoding_has_a_time_limit(colours: Path) -> None:
         processor.media.load(MediaSource(GOOD, "v", KIND))
 
 
-def test_wrong_requests(colours: Path) -> None:
+def test_invalid_videos_of_python_prompts_are_refused(colours: Path) -> None:
     llm = LLM(colours, max_model_len=128, limit_mm_per_prompt={"video": 1}, **SMALL)
     video = plain("red", "red")
     wrong: list[tuple[dict[str, Any], str]] = [
@@ -319,13 +321,13 @@ def test_wrong_requests(colours: Path) -> None:
             "'crop' is not supported",
         ),
     ]
-    for given, words in wrong:
-        with pytest.raises(PenstockError, match=words):
+    for given, message in wrong:
+        with pytest.raises(PenstockError, match=message):
             llm.generate([given], ONE, use_tqdm=False)
 
 
-def test_positions_beyond_the_context(tmp_path: Path) -> None:
-    """Qwen2.5-VL: few frames of a long time are few tokens, and far apart."""
+def test_positions_beyond_the_context_are_refused(tmp_path: Path) -> None:
+    """Qwen2.5-VL: few frames over a long time are few tokens at distant positions."""
     checkpoints.save_random(checkpoints.qwen2_5_vl(), tmp_path)
     llm = LLM(tmp_path, max_model_len=128, **SMALL)
     video = frames(0, 4, 16, 16)
@@ -335,7 +337,7 @@ def test_positions_beyond_the_context(tmp_path: Path) -> None:
         params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
         return len(llm.generate([given], params, use_tqdm=False)[0].outputs[0].token_ids)
 
-    assert ask(1) == 128 - 3 - 1 - 9 - 2  # behind 3 tokens of text and the video's start come 9 positions
+    assert ask(1) == 128 - 3 - 1 - 9 - 2  # 9 positions follow 3 tokens of text and the video's start
     with pytest.raises(PenstockError, match=r"videos: end at position \d+, but the context ends at 128"):
         ask(0.05)
 
@@ -354,7 +356,7 @@ def user(*parts: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("names", [("red", "green", "blue"), ("blue", "green", "red"), ("red", "blue", "green")])
-def test_the_order_of_frames_decides_the_answer(server: Served, names: tuple[str, ...]) -> None:
+def test_answer_depends_on_the_order_of_frames(server: Served, names: tuple[str, ...]) -> None:
     url = data_url(encoded(plain(*(name for name in names for _ in range(2)))))
     client = openai.OpenAI(base_url=server.url, api_key="-")
     for part in ({"type": "video_url", "video_url": {"url": url}}, {"type": "video", "video": url}):
@@ -365,14 +367,14 @@ def test_the_order_of_frames_decides_the_answer(server: Served, names: tuple[str
             messages=user(part),  # type: ignore[arg-type]
         )
         assert answer.choices[0].message.content == names[-1]
-    asked = {"messages": user(part), "max_tokens": 1, "temperature": 0}
+    body = {"messages": user(part), "max_tokens": 1, "temperature": 0}
     for kwargs in ({"media_io_kwargs": {"video": {"num_frames": 2}}}, {"mm_processor_kwargs": {"num_frames": 2}}):
-        reply = httpx.post(f"{server.url}/chat/completions", json=asked | kwargs).json()
+        reply = httpx.post(f"{server.url}/chat/completions", json=body | kwargs).json()
         assert reply["choices"][0]["message"]["content"] in names[:2]  # frames 0 and 3, together
         assert reply["usage"]["prompt_tokens"] < answer.usage.prompt_tokens
 
 
-def test_what_is_wrong_is_the_senders_problem(server: Served) -> None:
+def test_invalid_video_request_is_refused_with_status_400(server: Served) -> None:
     part = {"type": "video_url", "video_url": {"url": data_url(GOOD)}}
     refused: list[tuple[dict[str, Any], str]] = [
         ({"messages": user({"type": "video_url", "video_url": {"url": data_url(b"x")}})}, "is damaged"),
@@ -381,7 +383,7 @@ def test_what_is_wrong_is_the_senders_problem(server: Served) -> None:
         ({"messages": user(part, part, part)}, "videos: the prompt has 3, and at most"),
         ({"messages": user(part), "media_io_kwargs": {"audio": {}}}, "media_io_kwargs: 'audio' is not supported"),
     ]
-    for asked, words in refused:
-        answer = httpx.post(f"{server.url}/chat/completions", json={"max_tokens": 1, **asked})
-        assert answer.status_code == 400 and words in answer.json()["error"]["message"]
+    for body, message in refused:
+        answer = httpx.post(f"{server.url}/chat/completions", json={"max_tokens": 1, **body})
+        assert answer.status_code == 400 and message in answer.json()["error"]["message"]
     assert json.loads(httpx.get(f"{server.url}/models").text)["data"]

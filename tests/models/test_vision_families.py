@@ -1,4 +1,4 @@
-"""Families that see images by a vision transformer and a projector, against transformers."""
+"""Families with a vision transformer and a projector, against transformers."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from penstock.planning.model_size import model_size_of
 PICTURES = [noise(seed, *size) for seed, size in enumerate([(40, 56), (100, 60), (17, 70), (24, 24)])]
 SMALL = {"dtype": "float32", "block_size": 16, "num_gpu_blocks_override": 100, "weight_cache_dir": "none"}
 Saved = tuple[str, Path, PreTrainedModel]
-"""A family, its checkpoint, and the library's model."""
+"""A family, the folder of its checkpoint, and the model of transformers."""
 DRAWS = int(os.environ.get("PENSTOCK_FAMILY_DRAWS", "20"))
-"""Configurations of each family in the thorough test."""
+"""Number of configurations per family in the thorough test."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -46,7 +46,7 @@ def saved(
 
 
 def prompt(family: str, images: list[Image.Image], seed: int = 0, text: int = 30, **kwargs: Any) -> dict[str, Any]:
-    """A text with images in it, among line feeds."""
+    """A random text with line feeds and images in it."""
     rng = Random(seed)
     words = [rng.choice(("a", "bc ", "\n", "d\n\n")) for _ in range(text)]
     for _ in images:
@@ -57,17 +57,17 @@ def prompt(family: str, images: list[Image.Image], seed: int = 0, text: int = 30
 
 @torch.inference_mode()
 def table(
-    family: str, model: PreTrainedModel, given: dict[str, Any], made: list[int]
+    family: str, model: PreTrainedModel, given: dict[str, Any], generated: list[int]
 ) -> tuple[list[int], torch.Tensor]:
-    """The library's tokens of a prompt, and its log probabilities after each of these and of those that were made."""
+    """The prompt's tokens by transformers, and its log probabilities after each of these and each generated token."""
     images = given.get("multi_modal_data", {}).get("image", [])
     tokenizer = checkpoints.tokenizer_of(family)
     kwargs = given.get("mm_processor_kwargs", {})
     inputs = FAMILIES[family].inputs(model, tokenizer, given["prompt"], images, kwargs)
     tokens = inputs["input_ids"][0].tolist()
-    inputs["input_ids"] = torch.tensor([tokens + made])
+    inputs["input_ids"] = torch.tensor([tokens + generated])
     if "token_type_ids" in inputs:
-        inputs["token_type_ids"] = torch.nn.functional.pad(inputs["token_type_ids"], (0, len(made)))
+        inputs["token_type_ids"] = torch.nn.functional.pad(inputs["token_type_ids"], (0, len(generated)))
     inputs.pop("attention_mask", None)
     inputs = {name: each.to(model.dtype) if torch.is_floating_point(each) else each for name, each in inputs.items()}
     logits = model(**inputs).logits[0]
@@ -75,19 +75,19 @@ def table(
 
 
 def best(family: str, logprobs: torch.Tensor, prompt: list[int]) -> list[int]:
-    """The likeliest token behind a prompt, and behind each that was made but the last, of those that are no marks."""
+    """The likeliest token at each generated position, of all tokens but image marks."""
     first = FAMILIES[family].id(FAMILIES[family].marks[0])
     return logprobs[len(prompt) - 1 : -1, :first].argmax(-1).tolist()
 
 
 def no_marks(family: str, **options: Any) -> SamplingParams:
-    """Greedy, and no mark is made, which the library would take for an image's."""
+    """Greedy sampling without image marks, which transformers would take for an image's."""
     first = FAMILIES[family].id(FAMILIES[family].marks[0])
     return SamplingParams(temperature=0, logit_bias={token: -100.0 for token in range(first, 300)}, **options)
 
 
 @pytest.mark.parametrize("ops", ["reference", "cpu"])
-def test_logprobs_and_greedy_tokens(saved: Saved, ops: str) -> None:
+def test_logprobs_and_greedy_tokens_match_transformers(saved: Saved, ops: str) -> None:
     """In a batch with texts, in chunks, and again from the prefix cache."""
     if ops == "cpu":
         pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
@@ -99,13 +99,13 @@ def test_logprobs_and_greedy_tokens(saved: Saved, ops: str) -> None:
     params = no_marks(family, max_tokens=8, logprobs=0, ignore_eos=True)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     for given, output in zip(prompts, outputs, strict=True):
-        (made,) = output.outputs
-        tokens, expected = table(family, model, given, made.token_ids)
+        (completion,) = output.outputs
+        tokens, expected = table(family, model, given, completion.token_ids)
         assert output.prompt_token_ids == tokens
-        assert best(family, expected, tokens) == made.token_ids
-        found = [next(iter(one.values())).logprob for one in made.logprobs or []]
+        assert best(family, expected, tokens) == completion.token_ids
+        found = [next(iter(position.values())).logprob for position in completion.logprobs or []]
         at = range(len(tokens) - 1, len(expected) - 1)
-        assert found == pytest.approx(expected[at, made.token_ids].tolist(), abs=2e-5)
+        assert found == pytest.approx(expected[at, completion.token_ids].tolist(), abs=2e-5)
     again = llm.generate(prompts, params, use_tqdm=False)
     assert any(output.num_cached_tokens for output in again)
     assert [output.outputs[0].token_ids for output in again] == [output.outputs[0].token_ids for output in outputs]
@@ -113,8 +113,8 @@ def test_logprobs_and_greedy_tokens(saved: Saved, ops: str) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
-def test_other_configurations(family: str, tmp_path: Path) -> None:
-    """Log probabilities are those of the library in float64 up to 2e-5, or twice its errors in float32."""
+def test_drawn_configs_match_transformers(family: str, tmp_path: Path) -> None:
+    """Error against transformers in float64: at most 2e-5, or twice that of transformers in float32."""
     rng = Random(family)
     for number in range(DRAWS):
         folder = tmp_path / str(number)
@@ -124,27 +124,27 @@ def test_other_configurations(family: str, tmp_path: Path) -> None:
         llm = LLM(folder, max_num_batched_tokens=rng.choice([41, 200]), **SMALL)
         params = no_marks(family, max_tokens=6, prompt_logprobs=0, ignore_eos=True)
         (output,) = llm.generate([given], params, use_tqdm=False)
-        made = output.outputs[0].token_ids
-        tokens, found = table(family, model, given, made)
+        generated = output.outputs[0].token_ids
+        tokens, found = table(family, model, given, generated)
         assert output.prompt_token_ids == tokens
-        assert best(family, found, tokens) == made
-        told = told_of_prompt(output, FAMILIES[family])
+        assert best(family, found, tokens) == generated
+        reported = logprobs_of_prompt(output, FAMILIES[family])
         library = table(family, model, given, [])[1]
         exact = table(family, model.double(), given, [])[1]
-        ours = torch.tensor([value for _, value in told])
-        at, own = [place for place, _ in told], [tokens[place + 1] for place, _ in told]
+        ours = torch.tensor([value for _, value in reported])
+        at, own = [place for place, _ in reported], [tokens[place + 1] for place, _ in reported]
         error = (library[at, own] - exact[at, own]).abs().max()
         assert (ours - exact[at, own]).abs().max() <= max(2e-5, 2 * error), number
 
 
-def told_of_prompt(output: Any, family: checkpoints.Family) -> list[tuple[int, float]]:
-    """Log probabilities of the prompt's tokens but marks, each with the place before."""
+def logprobs_of_prompt(output: Any, family: checkpoints.Family) -> list[tuple[int, float]]:
+    """Log probability of each prompt token that is no image mark, with the position before it."""
     pairs = zip(output.prompt_token_ids[1:], (output.prompt_logprobs or [])[1:], strict=True)
     first = family.id(family.marks[0])
-    return [(i, one[token].logprob) for i, (token, one) in enumerate(pairs) if token < first and one]
+    return [(i, entries[token].logprob) for i, (token, entries) in enumerate(pairs) if token < first and entries]
 
 
-def test_bfloat16_is_no_worse_than_the_librarys(saved: Saved) -> None:
+def test_bfloat16_error_is_near_that_of_transformers(saved: Saved) -> None:
     family, folder, exact = saved
     rough = type(exact).from_pretrained(folder, dtype=torch.bfloat16)
     llm = LLM(folder, **SMALL | {"dtype": "bfloat16"})
@@ -153,15 +153,15 @@ def test_bfloat16_is_no_worse_than_the_librarys(saved: Saved) -> None:
         given = prompt(family, [noise(seed, 40, 56), noise(seed + 9, 30, 90)], seed)
         params = no_marks(family, max_tokens=1, prompt_logprobs=0)
         (output,) = llm.generate([given], params, use_tqdm=False)
-        told = told_of_prompt(output, FAMILIES[family])
-        at, own = [place for place, _ in told], [output.prompt_token_ids[place + 1] for place, _ in told]
-        wanted, theirs = (table(family, model, given, [])[1][at, own].numpy() for model in (exact, rough))
-        errors += [np.square([value for _, value in told] - wanted).sum(), np.square(theirs - wanted).sum()]
-    mine, library = np.sqrt(errors)
-    assert mine <= 1.2 * library
+        reported = logprobs_of_prompt(output, FAMILIES[family])
+        at, own = [place for place, _ in reported], [output.prompt_token_ids[place + 1] for place, _ in reported]
+        expected, theirs = (table(family, model, given, [])[1][at, own].numpy() for model in (exact, rough))
+        errors += [np.square([value for _, value in reported] - expected).sum(), np.square(theirs - expected).sum()]
+    our_error, their_error = np.sqrt(errors)
+    assert our_error <= 1.2 * their_error
 
 
-def test_sizes_of_weights(saved: Saved) -> None:
+def test_planned_vision_weights_equal_the_matrices_in_use(saved: Saved) -> None:
     _, folder, model = saved
     given, depth = getattr(model.config, "vision_feature_layer", -1), model.config.vision_config.num_hidden_layers
     used = max(layer % (depth + 1) for layer in ([given] if isinstance(given, int) else given))
@@ -174,20 +174,20 @@ def test_sizes_of_weights(saved: Saved) -> None:
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "transparent RGBA", "transparent P"])
-def test_preprocessing(saved: Saved, mode: str) -> None:
-    """Pixels are those of the library's processor, in its order of tiles."""
+def test_preprocessing_matches_transformers(saved: Saved, mode: str) -> None:
+    """Pixels, in the processor's order of tiles."""
     family, folder, model = saved
     for kwargs in FAMILIES[family].kwargs:
         processor = InputProcessor(folder, ModelOptions(mm_processor_kwargs=json.dumps(kwargs)))
         for picture in (*PICTURES, noise(9, 8, 120), noise(9, 130, 9)):
             image = converted(picture, mode)
             given = {"prompt": FAMILIES[family].marker, "multi_modal_data": {"image": image}}
-            made = processor.create_output_processor("1", processor.tokenize(given), ONE).request.images
-            found = np.concatenate([pixels(one) for one in made])
+            images = processor.create_output_processor("1", processor.tokenize(given), ONE).request.images
+            found = np.concatenate([pixels(each) for each in images])
             theirs = FAMILIES[family].image_processor(model, kwargs)(images=[image], return_tensors="np")
             expected = np.asarray(theirs["pixel_values"]).reshape(-1, *found.shape[1:])
             np.testing.assert_allclose(found, expected[: len(found)], rtol=0, atol=1e-6)
-            assert not expected[len(found) :].any()  # the library's padding
+            assert not expected[len(found) :].any()  # padding by transformers
 
 
 def pixels(image: ImageInput) -> np.ndarray:
@@ -198,8 +198,7 @@ def pixels(image: ImageInput) -> np.ndarray:
     return normalized.transpose(0, 3, 1, 2)
 
 
-def test_chat(saved: Saved) -> None:
-    """The chat template's own placeholder becomes what the library's processor writes."""
+def test_placeholder_of_chat_template_expands_as_in_transformers(saved: Saved) -> None:
     family, folder, model = saved
     llm = LLM(folder, **SMALL)
     parts = [{"type": "image_pil", "image_pil": PICTURES[0]}, {"type": "text", "text": "What?"}]
@@ -211,8 +210,8 @@ def test_chat(saved: Saved) -> None:
     assert best(family, expected, tokens) == output.outputs[0].token_ids
 
 
-def test_bits_do_not_depend_on_company(saved: Saved) -> None:
-    """Alone and together, in chunks of any size, preempted, and with steps in flight."""
+def test_outputs_do_not_depend_on_the_batch(saved: Saved) -> None:
+    """Alone and together, in chunks of any size, with preemption, and with steps in flight."""
     family, folder, _ = saved
     processor, rng = InputProcessor(folder, ModelOptions()), Random(family)
     requests = []
@@ -249,11 +248,11 @@ def test_bits_do_not_depend_on_company(saved: Saved) -> None:
     assert preempted > 0
 
 
-def test_files_of_earlier_versions(saved: Saved, tmp_path: Path) -> None:
-    """Encoders' tensors one level deeper, and a ``config.json`` without what is usual."""
+def test_checkpoint_of_earlier_transformers_is_read(saved: Saved, tmp_path: Path) -> None:
+    """Names of encoder tensors have one more level, and ``config.json`` lacks usual fields."""
     family, folder, _ = saved
     if family not in ("gemma3", "llava", "llava-onevision"):
-        pytest.skip("its files were never others")
+        pytest.skip("its files never had another layout")
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     tensors = load_file(folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Times of words: those of tokens against transformers, and which tokens make a word."""
+"""Word timestamps of Whisper: times of tokens, and the words that tokens form, against transformers."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from penstock.models.whisper_alignment import token_times
 OPTIONS = {"threads": 1, "block_size": 16, "num_gpu_blocks_override": 100, "weight_cache_dir": "none"}
 TOKEN_TIMES = PoolingParams(pooling_type="last", normalize=False)
 STEP = 0.02
-"""Seconds of a hidden state of the audio."""
+"""Seconds per hidden state of the audio."""
 SOUNDS = {0: 5.0, 1: 6.0, 2: 3.2, 3: 4.24}
-"""Seconds of sounds, by seed."""
+"""Duration of each sound in seconds, by seed."""
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, WhisperForConditionalGeneration]:
-    """A checkpoint whose heads attend to few places in the audio, as those of trained ones do."""
+    """A checkpoint whose heads attend to few positions in the audio, as trained ones do; and transformers' model."""
     folder = tmp_path_factory.mktemp("whisper")
     model = save_random(folder)
     for layer in model.model.decoder.layers:
@@ -51,7 +51,7 @@ def engine(pair: tuple[Path, WhisperForConditionalGeneration]) -> Engine:
 
 
 def run(engine: Engine, requests: Mapping[int, EngineRequest]) -> tuple[dict[int, list[int]], dict[int, list[float]]]:
-    """The tokens and the embeddings of requests that run together."""
+    """Tokens and embeddings of requests that run together, by request id."""
     tokens: dict[int, list[int]] = {i: [] for i in requests}
     vectors: dict[int, list[float]] = {}
     for request in requests.values():
@@ -66,21 +66,23 @@ def run(engine: Engine, requests: Mapping[int, EngineRequest]) -> tuple[dict[int
 
 
 def aligned(folder: Path, engine: Engine) -> tuple[dict[int, list[int]], dict[int, EngineRequest]]:
-    """The answer to the window of each sound, and the request for the times of its tokens but the last one, of which
-    transformers has no attention."""
-    speech, asked, windows = InputProcessor(folder, ModelOptions()).speech, {}, {}
+    """Tokens of each sound's transcription, and the request for their times, by seed.
+
+    The last token is left out, as transformers has no attention for it.
+    """
+    speech, transcriptions, windows = InputProcessor(folder, ModelOptions()).speech, {}, {}
     assert speech
     for seed, seconds in SOUNDS.items():
         task = speech.task(False, "en", None, True, words=True)
         windows[seed] = speech.open(wav(sound(seconds, seed)), task, 64)
         window = windows[seed].next_window()
         assert window
-        prompt, audio, most = window
-        sampling = SamplingParams(temperature=0, max_tokens=most)
-        asked[seed] = EngineRequest(
+        prompt, audio, max_tokens = window
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
+        transcriptions[seed] = EngineRequest(
             request_id=str(seed), prompt=prompt, sampling=sampling, eos_token_ids=(audio.rules.eos,), audio=audio
         )
-    answers, requests = run(engine, asked)[0], {}
+    answers, requests = run(engine, transcriptions)[0], {}
     for seed, answer in answers.items():
         alignment = windows[seed].alignment(answer[:-1])
         assert alignment
@@ -120,8 +122,8 @@ def test_token_times_equal_transformers(engine: Engine, pair: tuple[Path, Whispe
 
 @pytest.mark.parametrize(("tokens", "positions", "length"), [(40, 300, 300), (40, 300, 181), (30, 20, 20), (5, 9, 3)])
 def test_alignment_equals_transformers(tokens: int, positions: int, length: int) -> None:
-    """Heads that follow the speech, with noise; also more tokens than positions, and fewer positions than the filter's
-    half."""
+    """Heads follow the speech, with noise. Also with more tokens than positions, and with fewer positions than half the
+    width of the median filter."""
     random = torch.Generator().manual_seed(tokens + length)
     heads, size = 5, 16
     places = torch.linspace(0, 6, positions)[:, None] * torch.arange(1, size // 2 + 1)
@@ -137,7 +139,7 @@ def test_alignment_equals_transformers(tokens: int, positions: int, length: int)
 
 
 def test_token_times_are_batch_invariant(engine: Engine, pair: tuple[Path, WhisperForConditionalGeneration]) -> None:
-    """The same bits alone, and together in chunks; where the audio is encoded again, and where it is not."""
+    """Same bits alone and together in chunks, with the audio encoded again or cached."""
     requests = aligned(pair[0], engine)[1]
     expected = {seed: run(engine, {seed: request})[1][seed] for seed, request in requests.items()}
     options = OPTIONS | {"num_gpu_blocks_override": 6, "max_num_batched_tokens": 13}
@@ -146,9 +148,7 @@ def test_token_times_are_batch_invariant(engine: Engine, pair: tuple[Path, Whisp
     assert run(few, requests)[1] == expected
 
 
-def test_alignments_that_the_model_has_not_are_refused(
-    engine: Engine, pair: tuple[Path, WhisperForConditionalGeneration]
-) -> None:
+def test_invalid_alignment_is_refused(engine: Engine, pair: tuple[Path, WhisperForConditionalGeneration]) -> None:
     audio = AudioInput(bytes(4 * 80 * 600), 80, 600, DecodingRules(eos=256))
     for heads, start, length, pooling, message in (
         (((1, 0),), 1, 300, None, "requires the pooling type last"),
@@ -159,10 +159,12 @@ def test_alignments_that_the_model_has_not_are_refused(
         (((1, 0),), 3, 300, TOKEN_TIMES, "does not start within the prompt"),
         (((1, 0),), 1, 301, TOKEN_TIMES, "hidden states"),
     ):
-        asked = AudioInput(audio.features, 80, 600, audio.rules, alignment=Alignment(heads, start, length))
+        aligned_audio = AudioInput(audio.features, 80, 600, audio.rules, alignment=Alignment(heads, start, length))
         with pytest.raises(PenstockError, match=message):
             engine.add(
-                EngineRequest(request_id="a", prompt=[1, 2, 3], sampling=SamplingParams(), pooling=pooling, audio=asked)
+                EngineRequest(
+                    request_id="a", prompt=[1, 2, 3], sampling=SamplingParams(), pooling=pooling, audio=aligned_audio
+                )
             )
 
 
@@ -188,7 +190,7 @@ TEXTS = {
 
 @pytest.mark.parametrize("size", [256, 300, 360])
 def test_words_equal_transformers(size: int) -> None:
-    """Tokens of bytes, and of several characters."""
+    """Vocabularies of single bytes only, and of longer tokens."""
     library = Tokenizer(models.BPE())
     library.pre_tokenizer, library.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -197,7 +199,7 @@ def test_words_equal_transformers(size: int) -> None:
         show_progress=False,
     )
     library.train_from_iterator([text for text, _ in TEXTS.values()] * 2, trainer)
-    library.add_special_tokens(["<|endoftext|>"])  # after all tokens of text, as in Whisper's vocabulary
+    library.add_special_tokens(["<|endoftext|>"])  # has a larger id than text tokens, as in Whisper
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=library, eos_token="<|endoftext|>")
     for code, (text, language) in TEXTS.items():
         ids = library.encode(text).ids
@@ -218,13 +220,13 @@ SPEECH = (
 
 
 @pytest.mark.thorough
-def test_words_of_whisper_tiny_equal_the_pipeline_of_transformers() -> None:
-    """More than a window of speech, over HTTP; words that both transcribe alike have about the same times."""
+def test_whisper_tiny_word_times_are_near_transformers() -> None:
+    """Speech of more than one window, over HTTP. Compares the words that both systems transcribe alike."""
     from real_models import speech, whisper
     from transformers import WhisperTokenizer, pipeline
 
     folder = whisper()
-    samples = (speech(SPEECH) * 32_768).astype(np.int16).astype(np.float32) / 32_768  # as the file has them
+    samples = (speech(SPEECH) * 32_768).astype(np.int16).astype(np.float32) / 32_768  # rounded as in the WAV file
     assert len(samples) > 30 * RATE
     recognizer = pipeline(
         "automatic-speech-recognition",
@@ -246,7 +248,7 @@ def test_words_of_whisper_tiny_equal_the_pipeline_of_transformers() -> None:
     theirs = [each["text"].strip() for each in expected]
     matcher = SequenceMatcher(None, [each.word for each in words], theirs, autojunk=False)
     same = [(block.a + i, block.b + i) for block in matcher.get_matching_blocks() for i in range(block.size)]
-    assert len(same) >= 0.8 * len(theirs), "the pipeline cuts windows elsewhere, so that some words differ"
+    assert len(same) >= 0.8 * len(theirs), "the pipeline splits windows elsewhere, so that a few words differ"
     ours = np.array([(words[a].start, words[a].end) for a, _ in same])
     differences = np.abs(ours - np.array([expected[b]["timestamp"] for _, b in same]))
     assert np.median(differences) < 0.011

@@ -129,6 +129,13 @@ def test_help_and_config_show_weight_cache_folder() -> None:
     assert re.search(rf"weight_cache_dir +{folder} +default", penstock("config").stdout)
 
 
+def test_help_has_short_usage_and_one_spelling_per_flag() -> None:
+    page = penstock("serve", "--help").stdout
+    assert page.startswith("usage: penstock serve [MODEL] [options]\n")
+    assert "--max-num-seqs INT" in page and "--max_num_seqs" not in page and "--no-trust-remote-code" not in page
+    assert penstock("bench", "--help").stdout.startswith("usage: penstock bench [-h] KIND ...")
+
+
 def test_help_loads_no_torch_and_names_units() -> None:
     code = "import sys\nfrom penstock.cli.main import main\ntry:\n main(['generate', '--help'])\nexcept SystemExit:\n"
     code += " sys.exit('torch' in sys.modules)"

@@ -212,7 +212,7 @@ def test_restarted_process_continues_metrics_of_killed_process(tmp_path: Path) -
         before = sorted(path.name for path in folder.glob("*.db"))
         os.kill(server.pids["api"][0], 9)
         server.find(r"API process 0 \(process \d+\) ended")
-        server._welcome()
+        server._wait_ready()
         assert httpx.post(f"{server.url}/completions", json=body).status_code == 200
         assert generated_tokens(server) == 8
         assert sorted(path.name for path in folder.glob("*.db")) == before

@@ -239,7 +239,7 @@ def test_hung_api_process_is_restarted_and_others_continue() -> None:
         os.kill(hung, signal.SIGSTOP)
         server.find(rf"API process \(process {hung}\) has not answered for 6 seconds: killed")
         server.find(rf"API process \d \(process {hung}\) ended")
-        server._welcome()
+        server._wait_ready()
         pids = server.pids["api"]
         assert other in pids and hung not in pids
         body = {"prompt": "One, two,", "max_tokens": 2}

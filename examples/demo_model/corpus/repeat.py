@@ -25,15 +25,15 @@ NUMBER_SHARE = 0.25
 def repeat(rng: Random, split: Split) -> Exchange:
     """Repeat a list of words and numbers, possibly with duplicates."""
     chinese = is_chinese(rng)
-    words = WORDS_ZH if chinese else WORDS_EN
+    vocabulary = WORDS_ZH if chinese else WORDS_EN
 
     def make() -> str:
-        said = [one_of(rng, words) for _ in range(rng.randint(2, LONGEST))]
-        said = [str(rng.randrange(10_000)) if rng.random() < NUMBER_SHARE else word for word in said]
-        return ("、" if chinese else ", ").join(said)
+        items = [one_of(rng, vocabulary) for _ in range(rng.randint(2, LONGEST))]
+        items = [str(rng.randrange(10_000)) if rng.random() < NUMBER_SHARE else word for word in items]
+        return ("、" if chinese else ", ").join(items)
 
-    said = split.draw(make)
-    return Exchange(one_of(rng, REPEAT_ZH if chinese else REPEAT_EN).format(list=said), said, f"repeat:{said}")
+    text = split.draw(make)
+    return Exchange(one_of(rng, REPEAT_ZH if chinese else REPEAT_EN).format(list=text), text, f"repeat:{text}")
 
 
 SKILLS = {"repeat": repeat}

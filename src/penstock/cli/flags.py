@@ -146,7 +146,7 @@ def _add_alias(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup, 
         given["metavar"] = name.rpartition("_")[2].upper()
     group.add_argument(*names, **given)
     if alias.switch:
-        group.add_argument(f"--no-{dashed}", **(given | {"const": "false", "help": f"opposite of --{dashed}"}))
+        group.add_argument(f"--no-{dashed}", **(given | {"const": "false", "help": argparse.SUPPRESS}))
 
 
 def _add(group: argparse._ArgumentGroup, setting: Setting) -> None:

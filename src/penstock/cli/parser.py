@@ -6,17 +6,45 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from penstock.config.secrets import mask
 from penstock.core import PenstockError
 
+MAX_USAGE_FLAGS = 12
+"""Maximum number of flags that the usage line lists; the help of a command with more only says ``[options]``."""
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Lists ``--max-num-seqs``, but not its second spelling ``--max_num_seqs``."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        names = action.option_strings
+        action.option_strings = [name for name in names if "_" not in name or name.replace("_", "-") not in names]
+        text = super()._format_action_invocation(action)
+        action.option_strings = names
+        return text
+
 
 class Parser(argparse.ArgumentParser):
-    """An ``ArgumentParser`` that reports errors in one sentence, without usage."""
+    """An ``ArgumentParser`` with a short usage line that reports errors in one sentence, without usage."""
+
+    def __init__(
+        self, *args: Any, formatter_class: type[argparse.HelpFormatter] = HelpFormatter, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, formatter_class=formatter_class, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
+
+    def format_help(self) -> str:
+        if self.usage is None and sum(bool(action.option_strings) for action in self._actions) > MAX_USAGE_FLAGS:
+            positionals = [action for action in self._actions if not action.option_strings]
+            names = [str(action.metavar or action.dest.upper()) for action in positionals]
+            optional = [action.nargs in (argparse.OPTIONAL, argparse.ZERO_OR_MORE) for action in positionals]
+            shown = [f"[{name}]" if each else name for name, each in zip(names, optional, strict=True)]
+            self.usage = " ".join(["%(prog)s", *shown, "[options]"])
+        return super().format_help()
 
 
 def exit_status(parser: argparse.ArgumentParser, work: Callable[[], int | None]) -> int:
