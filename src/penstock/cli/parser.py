@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(
         self, *args: Any, formatter_class: type[argparse.HelpFormatter] = HelpFormatter, **kwargs: Any
     ) -> None:
-        super().__init__(*args, formatter_class=formatter_class, **kwargs)
+        super().__init__(formatter_class=formatter_class, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
