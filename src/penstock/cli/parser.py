@@ -29,9 +29,7 @@ class HelpFormatter(argparse.HelpFormatter):
 class Parser(argparse.ArgumentParser):
     """An ``ArgumentParser`` with a short usage line that reports errors in one sentence, without usage."""
 
-    def __init__(
-        self, *args: Any, formatter_class: type[argparse.HelpFormatter] = HelpFormatter, **kwargs: Any
-    ) -> None:
+    def __init__(self, formatter_class: type[argparse.HelpFormatter] = HelpFormatter, **kwargs: Any) -> None:
         super().__init__(formatter_class=formatter_class, **kwargs)
 
     def error(self, message: str) -> NoReturn:
