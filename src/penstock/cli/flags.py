@@ -17,12 +17,10 @@ from penstock.config.profiles.vllm import DEFAULT_PROFILE
 from penstock.config.settings import Setting, settings, settings_of
 from penstock.config.sources import ResolvedConfiguration, convert_value, read
 
-from .parser import Parser
+from .parser import PROFILE_PREFIX, Parser
 
 TITLES = {"model": "model options", "engine": "engine options", "server": "server options", "log": "log options"}
 FOR_AN_ENGINE = ("model", "engine")
-PROFILE_PREFIX = "theirs:"
-"""Prefix of the argparse destinations of a profile's flags, whose names may also be names of Penstock's options."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 

@@ -15,10 +15,16 @@ MAX_USAGE_FLAGS = 12
 """Maximum number of flags that the usage line lists; the help of a command with more only says ``[options]``."""
 
 
+PROFILE_PREFIX = "theirs:"
+"""Prefix of the argparse destinations of a profile's flags, whose names may also be names of Penstock's options."""
+
+
 class HelpFormatter(argparse.HelpFormatter):
-    """Lists ``--max-num-seqs``, but not its second spelling ``--max_num_seqs``."""
+    """Lists ``--max-num-seqs``, but not its second spelling ``--max_num_seqs``, which some profiles' systems use."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
+        if action.dest.startswith(PROFILE_PREFIX):
+            return super()._format_action_invocation(action)
         names = action.option_strings
         action.option_strings = [name for name in names if "_" not in name or name.replace("_", "-") not in names]
         text = super()._format_action_invocation(action)
