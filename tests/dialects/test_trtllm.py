@@ -188,11 +188,7 @@ def test_tp_and_pp_size_set_server_parallelism(
         ("convert_checkpoint.py", {"model_dir": "/nowhere"}, "model_dir: /nowhere has no Hugging Face checkpoint"),
         ("convert_checkpoint.py", {"model_dirs": "x"}, "did you mean --model_dir?"),
         ("quantize.py", {"qformat": "fp4"}, "--qformat: 'fp4' is not supported"),
-        (
-            "quantize.py",
-            {"qformat": "int4_awq", "calib_dataset": "cnn_mail"},
-            "--calib_dataset: cnn_mail does not exist",
-        ),
+        ("quantize.py", {"qformat": "int4_awq", "calib_dataset": "cnn_mail"}, "cnn_mail does not exist"),
         ("quantize.py", {"qformat": "int8_w0"}, "did you mean int8_wo?"),
         ("quantize.py", {"kv_cache_dtype": "fp4"}, "--kv_cache_dtype: 'fp4' is not supported, only int8 and fp8"),
         ("trtllm-build", {"paged_kv_cache": "disable"}, "the KV cache is always paged"),
