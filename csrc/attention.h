@@ -316,7 +316,7 @@ inline float relative_scales(const float* scales, int64_t columns, f32x16* relat
 // is at most kRescaleThreshold lower, so that accumulators are not rescaled for every new maximum.
 template <class K, int R>
 PENSTOCK_NOINLINE void update_softmax(AttentionTile<K>& m, int at, float power) {
-  const int64_t first = m.first + at;  // the rows from `at` of the rows in progress
+  const int64_t first = m.first + at;  // index of the first query row of this call
   constexpr bool coarse = !std::is_same_v<K, UnquantizedKV<float>>;
   auto all_visible = [&](int64_t row) {
     return m.begin >= m.rows.first_key[row] && m.begin + m.columns - 1 <= m.rows.last_key[row];

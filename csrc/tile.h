@@ -43,8 +43,8 @@ constexpr bool kHasAmx = false;
 #endif
 
 // A step type defines how a vector of weights is multiplied. `X` is the element type of rows, and `In` the type that rows
-// are converted to once for all columns (`prepare`). If a step holds more than one instruction multiplies, it has several
-// parts.
+// are converted to once for all columns (`prepare`). `kParts` is the number of multiply instructions per step, if one cannot
+// multiply all of its inputs.
 
 // One float32 input.
 struct Float32Step {

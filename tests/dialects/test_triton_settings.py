@@ -299,7 +299,7 @@ def test_gpu_device_ids_set_device_and_data_parallel_size(
     ("model", "key"),
     [(model, key) for model, known in PARAMETERS.items() for key, entry in known.items() if not entry.why],
 )
-def test_error_of_parameter_is_complete(
+def test_parameter_error_names_value(
     capsys: pytest.CaptureFixture[str], repository: Path, tmp_path: Path, model: str, key: str, value: str
 ) -> None:
     """The message names the value, and does not end with an empty list."""
@@ -365,4 +365,7 @@ def test_unknown_model_in_repository_is_rejected(
     (tmp_path / "models" / "resnet").mkdir()
     (tmp_path / "models" / "resnet" / "config.pbtxt").write_text('name: "resnet" backend: "onnxruntime"')
     assert main(["config", "--compat", "triton", *arguments]) == 2
-    assert "the model 'resnet' is not a TensorRT-LLM model: ensemble, preprocessing" in capsys.readouterr().err
+    assert (
+        "the model 'resnet' is not a TensorRT-LLM model; supported are ensemble, preprocessing"
+        in capsys.readouterr().err
+    )

@@ -50,7 +50,7 @@ def test_every_dialect_table_row_has_a_test(system: str) -> None:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_row_marks_name_existing_rows(system: str) -> None:
+def test_every_row_mark_refers_to_documented_row(system: str) -> None:
     assert not marked(system) - set(rows((ROOT / f"docs/dialects/{system}.md").read_text()))
 
 

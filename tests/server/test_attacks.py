@@ -186,7 +186,7 @@ def test_grpc_messages_without_key_are_not_read(served: Served, stub: Any) -> No
 
 
 @pytest.mark.thorough
-def test_unread_stream_does_not_grow(served: Served, stub: Any) -> None:
+def test_unread_grpc_stream_uses_bounded_memory(served: Served, stub: Any) -> None:
     (process,) = served.pids["api"]
     flags = {"stream": True, "return_log_probs": True}
     requests = [generation(str(number), 1500, **flags) for number in range(64)]

@@ -161,7 +161,7 @@ def test_openai_chat_with_stop_strings(client: openai.OpenAI) -> None:
     assert answer.choices[0].to_dict()["stop_reason"] == "of C"
 
 
-def test_openai_extra_body_with_fields_of_vllm(client: openai.OpenAI) -> None:
+def test_vllm_fields_in_extra_body_take_effect(client: openai.OpenAI) -> None:
     """Fields of vLLM in ``extra_body``."""
     extra = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "ignore_eos": True, "min_tokens": 3}
     extra |= {"chat_template_kwargs": {"enable_thinking": True}, "return_token_ids": True, "cache_salt": "mine"}

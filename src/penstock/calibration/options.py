@@ -57,7 +57,7 @@ METHODS: dict[str, Method] = {
 
 ROTATIONS = (0, 2, 4, 8, 16, 32, 64)
 UNROTATED = ("fp8", "awq", "smoothquant")
-"""Methods without rotation: only integers are rotated, and a rotation would mix the inputs that the others scale."""
+"""Methods without rotation: fp8 does not need it; awq and smoothquant scale input channels, which it would mix."""
 
 
 class QuantizeOptions(msgspec.Struct, frozen=True):

@@ -223,7 +223,8 @@ class _Run:
         result: dict[str, Any] = {"error": relative_error(after[ORIGINAL], after[QUANTIZED]), "matrices": layer.errors}
         if is_last:
             del stage
-            head = self._build(number, self._ops, QuantizedLayer())  # one for both, since backends round differently
+            # the same head and backend for original and quantized hidden states, since backends round differently
+            head = self._build(number, self._ops, QuantizedLayer())
             result["quality"] = compare(head, after[ORIGINAL], after[QUANTIZED], self._samples[ORIGINAL])
         tensors = encode_layer(layer, stored, self._options.file_format)
         self._state.write(self._state.layer_tensors(number), partial(save_file, tensors))

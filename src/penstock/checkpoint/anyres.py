@@ -34,7 +34,7 @@ class Anyres(NamedTuple):
     edge: int
     """Edge of a tile in pixels."""
     grid: int
-    """Edge of a tile in features."""
+    """Number of image features per row (and column) of a tile."""
     max_tiles: int
     """Number of tiles above which features are downscaled."""
 

@@ -31,7 +31,7 @@ def complete_config(config: Mapping[str, Any]) -> dict[str, Any]:
     text = config.get("text_config")
     if isinstance(text, dict) and known is None:
         return {**{name: value for name, value in text.items() if value is not None and name != "model_type"}, **config}
-    if isinstance(text, dict):  # a composite file that names the architecture of its language model
+    if isinstance(text, dict):  # multimodal, but `architectures` is the language model's
         top_level = {name: config[name] for name in TOP_LEVEL_FIELDS if config.get(name) is not None}
         config = {**config, **text, **top_level}
     complete = with_defaults(config, known)

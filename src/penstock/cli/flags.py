@@ -122,7 +122,7 @@ def _add_alias(parser: argparse.ArgumentParser, group: argparse._ArgumentGroup, 
     existing = parser._option_string_actions.get(f"--{dashed}")
     if (
         existing and name in settings() and existing.nargs != 0 and (alias.to or name) == name
-    ):  # the same option with the other system's values
+    ):  # the profile's flag has the name of a Penstock option: its value is parsed as the profile does
         existing.dest, existing.type, existing.choices = PROFILE_PREFIX + name, None, None
         if settings()[name].choices:
             existing.metavar = f"{{{','.join(settings()[name].choices)}}}"

@@ -20,7 +20,8 @@ from penstock.serve.models.messages import DEFAULT_NAME, ModelEntry
 DEMO = "penstock-demo"
 """Name of the built-in model."""
 KSERVE = ("ensemble", "tensorrt_llm_bls", "preprocessing", "tensorrt_llm", "postprocessing")
-"""KServe v2 models of the first model; their names are also their kinds."""
+"""Names of the Triton models (TensorRT-LLM backend) under which the first model is also served. Each name is also the
+model's kind in ``ModelEntry.kserve``."""
 CHECKPOINT_OPTIONS = frozenset(
     "model pooling_type pooling_task pooling_activation classifier_tokens "
     "tokenizer chat_template tool_call_parser reasoning_parser revision lora_modules "

@@ -30,7 +30,7 @@ def join_address(host: str, port: int | str) -> str:
 
 
 def reachable(address: str, host: str) -> str:
-    """Replace the host of an address reported by another machine by ``host`` if it stands for all addresses."""
+    """Replace the host of an address reported by another machine by ``host`` if it is a wildcard (0.0.0.0, ::)."""
     own, port = split_address(address, "address")
     return join_address(host if own in ANY_ADDRESS else own, port)
 

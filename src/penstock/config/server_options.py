@@ -46,8 +46,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     global_rank_table: str = ""
     """File with all instances of a deployment and their devices (written by penstock ranktable); needs rank_table."""
     rank_table: str = ""
-    """File with this instance, from which its role and cores are derived; or with the router, whose instances are
-    derived from global_rank_table and node_ports."""
+    """Local rank table (JSON) of this process. For an instance, it sets the role and the CPU cores. For the router, the
+    instances are taken from global_rank_table and node_ports."""
     node_ports: tuple[str, ...] = ()
     """For a router with global_rank_table: ports of all instances, in the order of global_rank_table, prefill instances
     first."""
@@ -183,4 +183,4 @@ class LogOptions(msgspec.Struct, frozen=True, kw_only=True):
     """OpenTelemetry collector that receives traces of requests: http://HOST:4317 (gRPC) or http://HOST:4318/v1/traces
     (HTTP); empty: no traces."""
     trace_sampling_ratio: Annotated[float, option(ge=0, le=1)] = 1.0
-    """Share of requests that are traced, of those whose traceparent header does not decide it."""
+    """Share of requests to trace, of those without a traceparent header, whose sampled flag decides otherwise."""

@@ -210,7 +210,7 @@ class InputProcessor:
         if internal_logprobs:
             sampling = sampling.replace(logprobs=0)  # needed to rank the sequences of best_of
         reasoning_span = self._reasoning_span(sampling, prompt.parser_config)
-        if reasoning_span is None and (limit := sampling.response_max_tokens) is not None:  # no reasoning
+        if reasoning_span is None and (limit := sampling.response_max_tokens) is not None:
             sampling = sampling.replace(max_tokens=min(limit, sampling.max_tokens or limit))
         request = EngineRequest(
             request_id=request_id,

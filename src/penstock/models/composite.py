@@ -26,7 +26,9 @@ def read_text(raw: ConfigJson, tower: int, inputs: int) -> ModelConfig:
     """
     kind = str(raw["text_config"].get("model_type"))
     if kind not in TEXT:
-        message = f"{raw.get('model_type')} with the language model {kind[:40]!r}; supported are {', '.join(TEXT)}"
+        message = (
+            f"{raw.get('model_type')} with the language model {kind[:40]!r} is not supported; use {', '.join(TEXT)}"
+        )
         raise PenstockError(Code.UNSUPPORTED, message, "model")
     config = find_family(TEXT[kind]).read_config(raw)
     return replace(config, vision_weights=tower + (inputs + config.hidden_size) * config.hidden_size)

@@ -67,7 +67,7 @@ class Conversation:
         return [*self.messages, self._unanswered]
 
     def ask_again(self) -> list[Message]:
-        """Return the messages including the unanswered question, or else the last one, whose answer is removed. Raises
+        """Return the messages up to the last question, without its answer, to ask it again. Raises
         ``PenstockError`` if there is no question."""
         if self._unanswered is None:
             self._unanswered = self._drop_turn()

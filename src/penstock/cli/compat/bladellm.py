@@ -57,10 +57,23 @@ def quantize() -> int:
     """Quantize a checkpoint, or link it for quantization at load; returns the exit status."""
     parser = _parser("blade_llm_quantize", "Quantize a checkpoint, or prepare its quantization at load (minmax).")
     parser.add_argument("--bit", type=int, choices=(8, 4), default=8, help="bits per weight (default: 8)")
-    parser.add_argument("--quant_mode", choices=MODES, default=MODES[0], help="default: weights only")
+    parser.add_argument(
+        "--quant_mode",
+        choices=MODES,
+        default=MODES[0],
+        help="quantize weights only, or activations, too (default: weight_only_quant)",
+    )
     parser.add_argument("--quant_dtype", default="int", choices=("int", "fp8"), help="type of weights (default: int)")
-    parser.add_argument("--quant_algo", default="minmax", choices=ALGORITHMS, help="default: minmax, rounding at load")
-    parser.add_argument("--block_wise_quant", nargs="?", const="true", default="false", help="use scales per block")
+    parser.add_argument(
+        "--quant_algo", default="minmax", choices=ALGORITHMS, help="method (default: minmax, which rounds at load)"
+    )
+    parser.add_argument(
+        "--block_wise_quant",
+        nargs="?",
+        const="true",
+        default="false",
+        help="one scale per block of inputs instead of one per output",
+    )
     parser.add_argument("--calib_data", nargs="*", help="calibration texts (default: built-in texts)")
     parser.add_argument("--calib_data_file", help="file of calibration texts")
     parser.add_argument("--cpu_offload", nargs="?", const="true", help="ignored: no GPU is needed")

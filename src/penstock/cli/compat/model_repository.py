@@ -142,7 +142,9 @@ def _file(path: Path) -> File:
     else:
         kind = next((kind for kind in STEPS if kind in name), "")
     if not kind:
-        message = f"the model {name!r} is not a TensorRT-LLM model: {', '.join(PARAMETERS)}, or a copy of one of them"
+        message = (
+            f"the model {name!r} is not a TensorRT-LLM model; supported are {', '.join(PARAMETERS)} and renamed copies"
+        )
         raise invalid(str(path), message)
     return File(path, config, name, kind)
 

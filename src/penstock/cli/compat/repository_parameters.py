@@ -15,8 +15,8 @@ POLICIES = {name: name for name in ("max_utilization", "guaranteed_no_evict")}
 BATCHING = {"inflight_fused_batching": "inflight", "inflight_batching": "inflight", "v1": "static"}
 DECODING = ("auto", "top_k", "top_p", "top_k_top_p", "beam_search")
 DRAFTERS = {"lookahead": "ngram", "medusa": "medusa", "eagle": "eagle"}
-"""Method of ``speculative_config`` by ``decoding_mode``. Lookahead is replaced by n-grams, which need no model
-either."""
+"""Method of ``speculative_config`` by ``decoding_mode``. Lookahead is replaced by n-gram
+drafting (prompt lookup), which also needs no draft model."""
 CHOICES = {"medusa_choices": "medusa", "eagle_choices": "eagle"}
 """Method of ``speculative_config`` by parameter with a tree of draft tokens."""
 BRANCH = r"\{\s*\d+(?:\s*,\s*\d+)*\s*\}"

@@ -108,7 +108,7 @@ def build() -> int:
     parser.add_argument("--output_dir", type=Path, required=True, help="new engine folder")
     parser.add_argument("--workers", type=int, default=1, help="number of processes that pack ranks (default: 1)")
     for name in BUILD_LIMITS:
-        parser.add_argument(f"--{name}", type=int, help="limit of the server")
+        parser.add_argument(f"--{name}", type=int, help=f"{name.replace('_', ' ')} of the server")
     for name, about in SIZES.items():
         parser.add_argument(f"--{name}", type=int, help=f"number of {about}; must be that of the checkpoint")
     parser.add_argument("--paged_kv_cache", default="enable", help=f"must be enable: {ALWAYS_PAGED}")

@@ -32,8 +32,12 @@ GB, GIB = 1e9, 2**30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print as JSON, in bytes, tokens and blocks")
     group = parser.add_argument_group("workload and device")
-    group.add_argument("--input-len", type=float, default=768, metavar="TOKENS", help="mean prompt length (768)")
-    group.add_argument("--output-len", type=float, default=256, metavar="TOKENS", help="mean output length (256)")
+    group.add_argument(
+        "--input-len", type=float, default=768, metavar="TOKENS", help="mean prompt length (default: 768)"
+    )
+    group.add_argument(
+        "--output-len", type=float, default=256, metavar="TOKENS", help="mean output length (default: 256)"
+    )
     ratio = "EXTEND_RATIO of PaddleNLP: 1.1 to 1.3 if the lengths of prompts vary a lot (default: 1)"
     group.add_argument("--extend-ratio", type=float, default=1.0, help=ratio)
     group.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of a GPU (default: plan for this host)")

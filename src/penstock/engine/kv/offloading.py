@@ -46,7 +46,7 @@ class KVOffloading:
         self._storing: set[bytes] = set()
         """Hashes of blocks that steps in flight store, without those invalidated meanwhile."""
         self.num_queries = 0
-        """Number of blocks looked up here since the start, because the device did not have them."""
+        """Number of blocks looked up here since the start, after a miss in the device's prefix cache."""
         self.num_loaded = 0
         """Number of blocks loaded to the device since the start."""
         self.num_stored = 0

@@ -143,7 +143,7 @@ class InputBatch:
             logits_indices = np.arange(count)
         else:
             some, ends_of_states, seen = num_states > 0, ends, total
-            if first_states is not None:  # as if these items ended after their leading states
+            if first_states is not None:  # items that return leading hidden states end after the last of them
                 ends_of_states = np.where(first_states, ends - lengths + num_states, ends)
                 seen = np.where(first_states, starts + num_states, total)
             logits_attention = self._attention_metadata(rows[some], seen[some], num_states[some], max_blocks)

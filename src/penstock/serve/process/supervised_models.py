@@ -147,7 +147,7 @@ class SupervisedModels:
         starting = asyncio.create_task(engine.start())
         try:
             ready, _ = await asyncio.gather(starting, self._api_processes.wait_ready(engine.addresses[0]))
-        except BaseException as error:  # including an API process that cannot use the tokenizer
+        except BaseException as error:  # also raised if an API process cannot load the tokenizer
             starting.cancel()
             await asyncio.gather(starting, engine.close(), return_exceptions=True)
             del self._running[name]

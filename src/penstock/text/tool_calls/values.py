@@ -137,7 +137,7 @@ def literal(written: str, types: Types = None) -> Literal | None:
         value = ast.literal_eval(tree)
         is_array = types is not None and "array" in types and "string" not in types
         if isinstance(value, tuple) and not written.startswith("(") and not is_array:
-            return None  # 1,000 is a number or a string
+            return None  # 1,000 parses as a tuple, but is meant as a number or a string
         return Literal("array" if isinstance(value, tuple) else type_name(value), to_json(value))
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None

@@ -63,7 +63,7 @@ class DraftModel:
     ) -> list[list[int] | None]:
         drafts = DraftBuilder(len(rows))
         budget, drafting = self._max_tokens, list[int]()
-        np.minimum.at(self._computed, rows, lengths - 1)  # the last token's hidden state is needed
+        np.minimum.at(self._computed, rows, lengths - 1)  # drafting needs the last token's hidden state
         for i, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
             missing = length - int(self._computed[row])
             if missing <= budget:

@@ -117,7 +117,9 @@ def _widen_int4(weights, dtype: tl.constexpr):
             is_pure=True,
             pack=4,
         )
-    if ASM and dtype == tl.float16:  # times 16, minus 16 * (1024 + 8)
+    if (
+        ASM and dtype == tl.float16
+    ):  # a nibble in the mantissa of 1024; one FMA scales it by 16, and subtracts 16 * (1024 + 8)
         return tl.inline_asm_elementwise(
             """{
             .reg .b32 a, b, c, d, times, less;

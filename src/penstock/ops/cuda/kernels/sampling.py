@@ -220,7 +220,7 @@ def truncate(row, top, MAX_LISTED: tl.constexpr, BY_MASS: tl.constexpr, BLOCK: t
     logits, listed_weights, listed_ids, is_listed, count, temperature, largest, min_p, edge, last = row
     low, high = 0, ONE + 1
     count_low, count_high = count, 0
-    above = tl.zeros((), tl.float64)  # amount of entries whose bits are at least ``high``
+    above = tl.zeros((), tl.float64)  # number of entries with bits of at least ``high``; with BY_MASS their sum
     limit = top
     bound0, bound1, bound2 = FIRST_BOUNDS[0], FIRST_BOUNDS[1], FIRST_BOUNDS[2]
     is_first = True

@@ -31,14 +31,14 @@ Record = Callable[[str | None, BatchResponse | None, BatchError | None], None]
 
 
 class Work:
-    """Processes lines.
+    """Runs the requests of a batch file.
 
     Args:
         find: returns the model of a line. Raises ``PenstockError`` if it is not served.
-        watch: done when the engine will not be restarted any more.
+        watch: done when the engine has stopped for good.
         record: called with the custom_id, response and error of each line when it has been processed.
         tenant: tenant of the requests (``RequestRecord.tenant``).
-        patient: others use the engine, too: retry lines that are refused as overloaded, or while the engine sleeps.
+        patient: retry lines that are refused as overloaded, or while the engine sleeps; for a shared engine.
     """
 
     def __init__(
