@@ -65,7 +65,7 @@ def commit_of_checkout() -> str:
 
 @cache
 def newer() -> Path | None:
-    """The newest Python in ``PATH`` or of pyenv that is newer than this one; None if there is none."""
+    """The newest Python in ``PATH`` or of pyenv that is newer than this one; None if none is newer."""
     minors = range(sys.version_info.minor + 8, sys.version_info.minor, -1)
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv", "versions")
     for minor in minors:

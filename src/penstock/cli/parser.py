@@ -15,7 +15,7 @@ MAX_USAGE_FLAGS = 12
 """Maximum number of flags that the usage line lists; the help of a command with more only says ``[options]``."""
 
 
-PROFILE_PREFIX = "theirs:"
+PROFILE_PREFIX = "profile:"
 """Prefix of the argparse destinations of a profile's flags, whose names may also be names of Penstock's options."""
 
 

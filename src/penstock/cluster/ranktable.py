@@ -104,7 +104,7 @@ def read_local(path: Path, option: str) -> Server:
 
 
 def device_in_two_instances(servers: Iterable[Server]) -> tuple[str, str] | None:
-    """Address and id of the first device that is listed twice; None if there is none."""
+    """Address and id of the first device that is listed twice; None if all differ."""
     seen = set()
     for server in servers:
         for device in server.device or ():
@@ -129,7 +129,7 @@ def merge(tables: Sequence[Global]) -> Global:
 
 
 def _contradiction(table: Global) -> str:
-    """Describe an inconsistency of a table; empty if there is none."""
+    """Describe an inconsistency of a table; empty if it is consistent."""
     groups = table.server_group_list
     if [group.group_id for group in groups] != list(GROUPS):
         return f"server_group_list must be the groups {', '.join(GROUPS)}"

@@ -71,7 +71,7 @@ def settings() -> dict[str, Setting]:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Hint "; did you mean …?" with the only known name that starts with ``name``, or else the most similar one. Empty
-    if there is none."""
+    if no name is close."""
     names = list(known)
     longer = [one for one in names if name and one.startswith(name)]
     near = longer if len(longer) == 1 else difflib.get_close_matches(name, names, 1)

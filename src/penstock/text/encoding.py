@@ -30,7 +30,7 @@ class Encoded(NamedTuple):
 
     token_ids: list[int]
     second_text: int = 0
-    """Index of the first token of token type 1; 0 if there is none."""
+    """Index of the first token of token type 1; 0 if all have type 0."""
 
 
 def encode_texts(tokenizer: Any, texts: Texts) -> Encoded:

@@ -94,7 +94,7 @@ REASONING_FORMATS = (
 
 
 def reasoning_format(parser: str, template: str) -> ReasoningFormat | None:
-    """Find a format by parser name; ``auto`` recognizes it by the chat template. None if there is none."""
+    """Find a format by parser name; ``auto`` recognizes it by the chat template; None if no format matches."""
     if parser == "auto":
         recognized = (form for form in REASONING_FORMATS if all(text in template for text in form.template_markers))
         return next(recognized, None)

@@ -120,7 +120,7 @@ class Tokenizer:
 
     @property
     def template(self) -> ChatTemplate | IsolatedTemplate:
-        """The chat template for chats without tools. Raises ``PenstockError`` (``invalid``) if there is none."""
+        """The chat template for chats without tools. Raises ``PenstockError`` (``invalid``) if it is absent."""
         return self.template_for(tools=False)
 
     def template_for(self, tools: bool) -> ChatTemplate | IsolatedTemplate:
@@ -128,7 +128,7 @@ class Tokenizer:
 
         It is rendered in a process with time and memory limits, except for the built-in models.
 
-        Raises ``PenstockError`` (``invalid``) if there is none.
+        Raises ``PenstockError`` (``invalid``) if the model has no chat template.
         """
         if tools in self._compiled:
             return self._compiled[tools]

@@ -168,7 +168,7 @@ class Session:
         return None if stream.stopped else answer
 
     def _result(self, call: ToolCall) -> str | None:
-        """Get the result of a tool call from the command or the user; None if there is none."""
+        """Get the result of a tool call from the command or the user; None without a result."""
         self.terminal.print_line(f"tool call: {call.name}({call.arguments})")
         if self.tool_command:
             agreed = self.terminal.ask(f"run {self.tool_command} {call.name}? [y/N] ")

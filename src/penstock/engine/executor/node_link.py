@@ -134,7 +134,7 @@ class NodeLink:
         return True
 
     def take(self) -> tuple[int, bytes] | None:
-        """Channel and contents of the next complete message; None if there is none.
+        """Channel and contents of the next complete message; None if none is complete.
 
         Raises ``SecretError`` if the message exceeds ``limit`` and the peer is not authenticated yet.
         """

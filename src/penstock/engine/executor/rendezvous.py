@@ -136,7 +136,7 @@ class Listener:
         threading.Thread(target=self._run, daemon=True).start()
 
     def next(self, timeout: float) -> NodeLink | None:
-        """The next authenticated connection; None if there is none within ``timeout`` seconds."""
+        """The next authenticated connection; None after ``timeout`` seconds without one."""
         with contextlib.suppress(queue.Empty):
             return self._accepted.get(timeout=timeout)
         return None

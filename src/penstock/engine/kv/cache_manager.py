@@ -340,7 +340,7 @@ class KVCacheManager:
 
     def drop_import(self, keep: Sequence | None = None) -> bool:
         """Release the imported prefix that was attached last, except that of ``keep``. Its blocks stay in the prefix
-        cache until they are reused. Returns False if there is none."""
+        cache until they are reused. Returns False if no imported prefix is attached."""
         sequence = next((one for one in reversed(self._imported) if one is not keep), None)
         if sequence:
             self._drop(sequence)

@@ -49,7 +49,7 @@ class WaitingQueue:
         insort(self._list_of(sequence), sequence, key=self.schedule_key)
 
     def peek(self, include_long: bool, started: bool = False) -> Sequence | None:
-        """The first sequence in scheduling order; None if there is none.
+        """The first sequence in scheduling order; None if the queue is empty.
 
         Args:
             include_long: consider long sequences, too.

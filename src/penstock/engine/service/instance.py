@@ -19,7 +19,7 @@ TOKENIZERS = (
 
 
 def tokenizer_version(model: str) -> str:
-    """Hash of the tokenizer in a model's folder (empty: the built-in model); empty if there is none. A router compares
+    """Hash of the tokenizer in a model's folder (empty: the built-in model); empty without a tokenizer. Routers compare
     it to check that token ids have the same meaning at an instance."""
     folder = Path(model) if model else demo.CHAT
     files = [folder / name for name in TOKENIZERS if (folder / name).is_file()]

@@ -136,7 +136,7 @@ class EnginePool:
     @property
     def engine(self) -> messages.Ready | None:
         """Report of the first connected engine that generates output, with the least ``max_model_len`` of all; None if
-        there is none."""
+        no such engine is connected."""
         return _common([replica.engine for replica in self._replicas if replica.generates and replica.engine])
 
     @property
@@ -342,7 +342,7 @@ class EnginePool:
         return len(self._replicas) > 1
 
     def _connected(self, asleep: bool = False) -> list[Replica]:
-        """Replicas that accept requests, including prefill instances. Raises the first one's error if there is none.
+        """Replicas that accept requests, including prefill instances. Raises the first one's error if none does.
 
         Args:
             asleep: include sleeping engines.
@@ -489,7 +489,7 @@ class EnginePool:
 
 
 def _common(engines: list[messages.Ready]) -> messages.Ready | None:
-    """The first report, with the least ``max_model_len`` of all; None if there is none."""
+    """The first report, with the least ``max_model_len`` of all; None without reports."""
     if not engines:
         return None
     shortest = min(engine.max_model_len for engine in engines)

@@ -80,7 +80,7 @@ def read_video_processor(
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """Configuration of the video processor; empty if there is none."""
+    """Configuration of the video processor; empty without a video processor."""
     for name in FILES:
         if not (folder / name).is_file():
             continue

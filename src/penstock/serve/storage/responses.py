@@ -216,7 +216,7 @@ def _size(value: Any) -> int:
 
 
 def _change_pending(connection: Connection, owner: str, name: str, values: dict[str, Any]) -> bool:
-    """Update a pending response. Returns False if there is none."""
+    """Update a pending response. Returns False if no such response is pending."""
     where = RESPONSES.c.id == name, RESPONSES.c.owner == owner, RESPONSES.c.status.in_(PENDING)
     return connection.execute(update(RESPONSES).where(*where).values(**values)).rowcount > 0
 

@@ -142,7 +142,7 @@ TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
 
 
 def tool_call_format(parser: str, template: str) -> ToolCallFormat | None:
-    """Find a format by parser name; ``auto`` recognizes it by the chat template. None if there is none."""
+    """Find a format by parser name; ``auto`` recognizes it by the chat template; None if no format matches."""
     formats = [form for form in TOOL_CALL_FORMATS if parser in ("auto", *form.parsers)]
     result = next((form for form in formats if form.matches(template)), None)
     return result if result or parser == "auto" else formats[-1]

@@ -82,7 +82,7 @@ class Model(ABC):
 
     @property
     def service(self) -> ServedModel:
-        """The served model that computes requests. Raises ``PenstockError`` (``unavailable``) if there is none."""
+        """The served model that computes requests. Raises ``PenstockError`` (``unavailable``) if no model is loaded."""
         return self._service
 
     def check(self) -> None:

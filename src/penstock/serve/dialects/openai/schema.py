@@ -263,7 +263,7 @@ class ChatDelta(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
-    """Omitted if there is none, as in vLLM."""
+    """Omitted without reasoning, as in vLLM."""
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
