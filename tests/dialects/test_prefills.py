@@ -1,4 +1,5 @@
-"""A prefilled answer is in the prompt unmodified, and in the answer with ``echo``."""
+"""Prefilled answers: the prompt ends with the unmodified prefill, and ``echo`` returns it at the beginning of the
+answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""TensorRT-LLM's convert, quantize and build commands: their output folders, errors, and effect on the server."""
+"""TensorRT-LLM's convert, quantize and build commands: their output folders, errors, and effect on the server's
+options."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from penstock.cli.compat.trtllm import COMMANDS
 
 
 def run(command: str, **flags: Any) -> CommandResult:
-    """Run a command in this process. A flag with the value True is passed without a value."""
+    """Run a command in this process. A flag with the value True is passed as a switch, without a value."""
     arguments = [
         argument
         for name, value in flags.items()
@@ -89,7 +90,7 @@ def test_weight_only_formats_set_server_options(
 def test_calibrated_formats_write_checkpoint(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, qformat: str, algorithm: str, method: str, quantization: str
 ) -> None:
-    """The calibration data is a folder of JSON Lines files. The command may be repeated."""
+    """The calibration data is a folder of JSON Lines files. A second run of the command succeeds."""
     (tmp_path / "datas").mkdir()
     lines = [json.dumps({"text": f"Tell me about number {number}."}) for number in range(60)]
     (tmp_path / "datas" / "texts.jsonl").write_text("\n".join(lines))
@@ -132,7 +133,7 @@ def test_build_limits_set_server_limits(capsys: pytest.CaptureFixture[str], tmp_
     assert found["pretrained_config"]["checkpoint"] == str(demo.CHAT)
     repository = filled(write_templates(tmp_path / "a"), tmp_path / "engine", triton_max_batch_size="7")
     text = (repository / "tensorrt_llm" / "config.pbtxt").read_text()
-    (repository / "tensorrt_llm" / "config.pbtxt").write_text(text.replace('"1"', '""'))  # unset max_beam_width
+    (repository / "tensorrt_llm" / "config.pbtxt").write_text(text.replace('"1"', '""'))  # an empty value is unset
     settings = config(capsys, "--model-repository", str(repository))
     assert {option: settings[option] for option, _ in LIMITS.values()} == dict(LIMITS.values())
     both = {"max_input_len": 60, "max_output_len": 40}
