@@ -1,4 +1,4 @@
-"""Engine folders: same outputs as their checkpoint, recorded limits, killed builds, damaged folders."""
+"""Engine folders: answers equal to the checkpoint's, recorded limits, resumed builds, and damaged folders."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoint of a family with biases and an untied head."""
+    """Checkpoint of a model family with biases and a separate language model head."""
     folder = tmp_path_factory.mktemp("checkpoint")
     save(Qwen2Config(**SMALL, tie_word_embeddings=False), folder)
     return folder
@@ -59,7 +59,7 @@ def build(
 
 
 def answers(folder: Path, **options: Any) -> tuple[str, list[Any]]:
-    """Version of the weights, and all generated tokens with logprobs."""
+    """Return the weights version, and the generated tokens with logprobs of each prompt."""
     llm = LLM(folder, **OPTIONS | options)
     with closing(llm.engine):
         return llm.engine.info.weights_version, generated(llm)
@@ -118,7 +118,7 @@ def test_replicas_share_memory_of_weights(engine: Path) -> None:
 
 
 def mapping(pid: int, file: Path) -> dict[str, int]:
-    """Sizes of the mapping of a file in a process, in KiB."""
+    """Return the sizes (KiB) of a process's memory mapping of a file, by name in /proc/PID/smaps."""
     text = Path(f"/proc/{pid}/smaps").read_text()
     begin = re.search(rf"^\S+ r--s .* {file.stat().st_ino} +{file}$", text, re.MULTILINE)
     assert begin, text
@@ -187,7 +187,7 @@ def test_options_contradicting_the_build_are_refused(engine: Path, options: dict
 
 
 def edit_config(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """Return a function that damages a folder by a change of its ``config.json``."""
+    """Return a function that damages an engine folder by changing its ``config.json``."""
 
     def apply(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
@@ -198,7 +198,7 @@ def edit_config(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Non
 
 
 def edit_shard(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    """Return a function that damages a folder by a change of its shard."""
+    """Return a function that damages an engine folder by changing the bytes of its only shard."""
 
     def apply(folder: Path) -> None:
         shard = folder / "rank_0" / "weights-00000.packed"
@@ -208,7 +208,8 @@ def edit_shard(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
 
 
 def edit_header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """Return a function that damages a folder by a change of its shard's header, with a matching checksum."""
+    """Return a function that damages an engine folder by changing its shard's header; the header's checksum is
+    correct."""
 
     def changed(data: bytes) -> bytes:
         length = int.from_bytes(data[8:16], "little")
@@ -327,7 +328,7 @@ def test_killed_build_is_resumed(tmp_path: Path, workers: int, kills: int) -> No
             pass
         building.kill()
         building.wait()
-        if (folder / "config.json").exists():  # the build ended before the kill
+        if (folder / "config.json").exists():  # the build was completed before the kill
             assert digest(folder) == expected
     times = {path: path.stat().st_mtime_ns for path in folder.rglob("*.packed")}
     assert main(command[3:]) == 0
@@ -336,7 +337,7 @@ def test_killed_build_is_resumed(tmp_path: Path, workers: int, kills: int) -> No
 
 
 def written(folder: Path) -> int:
-    """Number of files; complete files count twice."""
+    """Return a measure of the build's progress: one per partial file and two per complete file."""
     return sum(2 - path.name.endswith(".part") for path in folder.rglob("*.*"))
 
 

@@ -1,4 +1,5 @@
-"""Expert parallelism: expert load compared with transformers, placements, and the same bits with any placement."""
+"""Expert parallelism: expert load equal to transformers' routing, expert placements, and equal bits with any
+placement."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def generate(llm: LLM) -> list[Any]:
 
 
 def count_routed_tokens(model: PreTrainedModel, sequences: list[list[int]]) -> dict[int, list[int]]:
-    """Number of tokens that the routers of transformers send to each expert, by layer."""
+    """Return the number of tokens that transformers' router sends to each expert, by layer."""
     counts = {layer: torch.zeros(EXPERTS, dtype=torch.int64) for layer in SPARSE_LAYERS}
 
     def count(total: Tensor, _: object, __: object, out: tuple[Tensor, ...]) -> None:
@@ -67,7 +68,7 @@ def count_routed_tokens(model: PreTrainedModel, sequences: list[list[int]]) -> d
 
 @pytest.mark.parametrize("ops", ["cpu", "reference"])
 def test_expert_load_equals_routing_of_transformers(ops: str, checkpoint: tuple[Path, PreTrainedModel]) -> None:
-    """With chunked prefill. In the last layer, only the tokens whose logits are needed count."""
+    """Prompts are computed in chunks. The last layer computes only the tokens whose logits are needed."""
     folder, model = checkpoint
     llm = LLM(folder, dtype="float32", expert_load=True, **OPTIONS | {"ops": ops})
     assert llm.engine.expert_load == {layer: [0] * EXPERTS for layer in SPARSE_LAYERS}
@@ -84,7 +85,7 @@ def test_expert_load_equals_routing_of_transformers(ops: str, checkpoint: tuple[
 def test_expert_placement_changes_neither_bits_nor_load(
     checkpoint: tuple[Path, PreTrainedModel], tmp_path: Path
 ) -> None:
-    """With a planned placement, redundant experts and pipeline stages."""
+    """Variants: a planned placement, and redundant experts with pipeline stages."""
     folder, _ = checkpoint
     options = OPTIONS | {"dtype": "bfloat16", "quantization": "w4a8", "expert_load": True}
     llm = LLM(folder, **options)
@@ -226,7 +227,7 @@ def test_server_reports_expert_load(served: Served) -> None:
     body = {"prompt": PROMPTS[2], "max_tokens": 4, "ignore_eos": True}
     httpx.post(f"{served.url}/completions", json=body, timeout=60).raise_for_status()
     report: dict[str, Any] = {"layers": {}}
-    while sum(report["layers"].get("0", ())) < TOP_K * 43:  # engines report once a second
+    while sum(report["layers"].get("0", ())) < TOP_K * 43:  # the engine reports its expert load once a second
         report = httpx.get(f"{served.root}/expert_load").raise_for_status().json()
     assert sum(report["layers"]["0"]) == TOP_K * 43
     assert report["num_experts"] == EXPERTS

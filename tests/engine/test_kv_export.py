@@ -1,4 +1,5 @@
-"""KV export: a step copies keys and values of its tokens to a transfer buffer by layer; another cache imports them."""
+"""KV export: a step copies its keys and values layer by layer to a transfer buffer, and another KV cache imports
+them."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def runner(model: Model, ops: Ops, block_size: int, quantization: str, export: l
 
 
 def batch_of(tokens: Tensor, first: int, block_size: int) -> Batch:
-    """Batch of the tokens from ``first`` on of the only sequence, whose blocks are in reverse order."""
+    """Return a batch with the tokens of one sequence from position ``first`` on. The block table is in reverse
+    order."""
     positions, blocks = torch.arange(first, len(tokens)), -(-TOKENS // block_size) + 1
     table = torch.arange(blocks, dtype=torch.int32).flip(0)
     count, length = len(positions), len(tokens)
