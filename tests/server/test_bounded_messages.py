@@ -1,4 +1,4 @@
-"""Error messages have one line and at most 500 characters, for any damaged file or oversized request value."""
+"""Error messages have a single line and at most 500 characters, for any damaged file or oversized request value."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def long_number(path: Path) -> None:
 
 
 def long_strings(path: Path) -> None:
-    """Lengthen every string of a JSON file and add a long field name; write an index with long names if absent."""
+    """Lengthen every string of a JSON file and add a long field name. If the file is absent, write an index with long
+    names."""
 
     def lengthen(value: Any) -> Any:
         if isinstance(value, dict):
@@ -79,7 +80,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def check_file(folder: Path, name: str, damage: Callable[[Path], None]) -> None:
-    """Check that loading succeeds or raises a bounded one-line error."""
+    """Check that loading the folder with the damaged file succeeds, or raises a bounded one-line error."""
     damage(folder / name)
     try:
         LLM(str(folder), num_gpu_blocks_override=20)
@@ -123,7 +124,7 @@ def test_shortened_message_keeps_beginning_and_end() -> None:
 
 
 def paths_in(value: Any) -> Iterator[list[str | int]]:
-    """Paths of all values in a request body."""
+    """Yield the path of each value in a request body."""
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, entry in entries:
         yield [key]
@@ -140,7 +141,7 @@ def changed(body: Any, path: list[str | int], text: str) -> Any:
 
 
 def messages(value: Any) -> Iterator[str]:
-    """All texts of an error document."""
+    """Yield every string of an error document."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):

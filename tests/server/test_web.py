@@ -1,4 +1,4 @@
-"""The web page in headless Chromium, against real servers."""
+"""The web page in headless Chromium, with real servers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from serving import Served, Servers
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt install chromium)")
 PICTURES = Path(os.environ.get("PENSTOCK_PICTURES", ""))
-"""Folder for screenshots; empty: none are saved. PENSTOCK_PICTURES=docs makes the screenshots in the documentation."""
+"""Folder for screenshots; empty: none are saved. ``PENSTOCK_PICTURES=docs`` renews the screenshots of the
+documentation."""
 QUESTION, ANSWER = "What is the capital of Canada?", "Ottawa"
 LONG = {"max_tokens": 1500, "min_tokens": 1500}
 
@@ -38,7 +39,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
-    """A browser page. Script errors and requests to more than one host fail the test."""
+    """Browser page. Script errors, and requests to more than one host, fail the test."""
     context = browser.new_context(viewport={"width": 1280, "height": 860})
     opened = context.new_page()
     errors: list[str] = []
@@ -52,7 +53,7 @@ def page(browser: Browser) -> Iterator[Page]:
 
 
 def show(page: Page, address: str) -> None:
-    """Open the page and wait for the list of models."""
+    """Open the page and wait until it shows the list of models."""
     page.goto(address)
     page.wait_for_selector("#model option", state="attached")
 
@@ -63,7 +64,7 @@ def ask(page: Page, text: str) -> None:
 
 
 def answered(page: Page, number: int = 0) -> str:
-    """Text of an answer, after waiting for its end."""
+    """Wait for the end of an answer; return its text."""
     answer = page.locator(".message.assistant").nth(number)
     expect(answer.locator(".speed")).to_contain_text("prompt", timeout=30_000)
     return answer.locator(".text").last.inner_text()
@@ -89,7 +90,7 @@ def test_chat_shows_answer_logprobs_and_edit(servers: Servers, page: Page) -> No
     save_screenshot(page, "web-playground.png")
     ask(page, "What is the capital of France?")
     assert "Paris" in answered(page, 1)
-    page.locator(".message.user button").first.click()  # editing removes the messages after it
+    page.locator(".message.user button").first.click()  # editing a message removes it and all later messages
     expect(page.locator(".message")).to_have_count(0)
     expect(page.locator("#prompt")).to_have_value(QUESTION)
 
@@ -277,17 +278,17 @@ def test_page_size_is_limited(servers: Servers, browser: Browser) -> None:
 
 def test_no_web_serves_no_page() -> None:
     with Served("--no-web") as server:
-        assert httpx.get(server.root).status_code in (404, 405)  # another dialect has a POST route at /
+        assert httpx.get(server.root).status_code in (404, 405)  # 405 if another dialect has a POST route at /
         assert httpx.get(f"{server.root}/web/live").status_code == 404
 
 
-def test_page_is_utf8_in_ascii_locale() -> None:
-    """The page's files are read as UTF-8 in any locale."""
+def test_page_has_utf8_characters_in_ascii_locale() -> None:
+    """The page's files are read as UTF-8 even if the locale's encoding is ASCII."""
     with Served(environment={"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}) as server:
         assert '"properties": {…}' in httpx.get(server.root).text
 
 
-def test_page_works_with_root_path(page: Page) -> None:
+def test_live_view_is_shown_under_root_path(page: Page) -> None:
     with Served("--root-path", "/llm") as server:
         show(page, f"{server.root}/llm/")
         page.click("#tab-live")
