@@ -119,8 +119,7 @@ def test_tool_choice_forces_or_forbids_tool_use(client: anthropic.Anthropic, ask
 @pytest.mark.row("anthropic", "beta.messages.tool_runner", "thread")
 @pytest.mark.parametrize("stream", [False, True])
 def test_tool_runner_calls_tool_and_gets_final_answer(client: anthropic.Anthropic, stream: bool) -> None:
-    """The runner first asks the server to keep the conversation. The server refuses, so the runner sends all messages
-    each time."""
+    """The server refuses the runner's request to keep the conversation, so the runner sends all messages each time."""
     seen = []
 
     @anthropic.beta_tool

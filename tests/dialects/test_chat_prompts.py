@@ -219,9 +219,7 @@ def test_malicious_templates_fail_without_delaying_others(trusting_server: Serve
     finally:
         ended.set()
         probing.join()
-    assert len(descendants(trusting_server.pid)) <= 7, (
-        "at most: engine, API, a grammar compiler, four template renderers"
-    )
+    assert len(descendants(trusting_server.pid)) <= 7, "engine, API, a grammar compiler, four template renderers"
 
 
 # --- Templates by name ------------------------------------------------------------------------------------------------
@@ -235,8 +233,7 @@ RAG_TEMPLATE = "{% for d in documents %}{{ d.text }}\n{% endfor %}" + DEFAULT_TE
 
 @pytest.fixture(scope="module", params=["tokenizer_config.json", "files"])
 def several_templates(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built-in model with three named templates: ``default`` (without tools), ``tool_use`` (the original) and
-    ``rag``."""
+    """The built-in model with three templates: ``default`` (without tools), ``tool_use`` (the original) and ``rag``."""
     folder = shutil.copytree(demo.CHAT, tmp_path_factory.mktemp("named") / "model")
     original = (folder / "chat_template.jinja").read_text()
     if request.param == "files":

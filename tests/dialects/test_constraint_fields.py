@@ -1,5 +1,4 @@
-"""Request fields that constrain an answer: each dialect applies or rejects the fields of all dialects; none is
-ignored."""
+"""Request fields that constrain an answer: each dialect applies or rejects those of all dialects; none is ignored."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""All dialects on one server: equal answers, errors in each dialect's format, and no leaked KV blocks after
-disconnects."""
+"""All dialects on one server: equal answers, errors in each dialect's format, and no leaks after disconnects."""
 
 from __future__ import annotations
 

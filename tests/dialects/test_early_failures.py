@@ -1,5 +1,4 @@
-"""Requests that fail before their body is parsed: the error has the format of the dialect of the path, headers or
-profile."""
+"""Requests that fail before their body is parsed: the path, headers or profile determine the format of the error."""
 
 from __future__ import annotations
 
@@ -142,9 +141,7 @@ def test_early_failures_have_error_format_of_profile(profile: str) -> None:
             for name, answer in early_failures(server, client, case.path, {}).items():
                 assert shape(answer.json()) == shape(late.json()), (name, answer.text)
             refused = client.post("/v1/messages", content=b"{")
-            assert has(refused.json(), CASES["anthropic"].member), (
-                "paths of other dialects must keep their error format"
-            )
+            assert has(refused.json(), CASES["anthropic"].member), "other paths must keep their format"
 
 
 def test_errors_after_engine_death_have_format_of_dialect() -> None:

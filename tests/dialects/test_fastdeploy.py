@@ -291,8 +291,7 @@ def test_llm_takes_parameters_of_server(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_llm_results_have_fastdeploy_attributes() -> None:
-    """The attributes are those of ``RequestOutput``, ``CompletionOutput`` and ``RequestMetrics`` in FastDeploy's
-    documentation."""
+    """FastDeploy documents the attributes of ``RequestOutput``, ``CompletionOutput`` and ``RequestMetrics``."""
     llm = LLM(compat="fastdeploy", num_gpu_blocks_override=64)
     sampling = SamplingParams(temperature=0, max_tokens=40)
     (output,) = llm.chat(MESSAGES, sampling, use_tqdm=False)

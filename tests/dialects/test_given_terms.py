@@ -1,5 +1,4 @@
-"""Error messages about an option set by another system's flag or environment variable: they name that flag or
-variable."""
+"""Errors about an option set by another system's flag or environment variable: they name that flag or variable."""
 
 from __future__ import annotations
 

@@ -149,9 +149,7 @@ def test_load_changes_config_and_unload_is_rejected(client: triton.InferenceServ
     ):
         client.load_model("ensemble", config="{}", files={"file:1/model.py": b"a"})
     client.load_model("ensemble")
-    assert client.get_model_config("ensemble")["max_batch_size"] == 256, (
-        "a load without config must restore the default"
-    )
+    assert client.get_model_config("ensemble")["max_batch_size"] == 256, "the default is restored"
     with pytest.raises(InferenceServerException, match="--model-control-mode explicit"):
         client.unload_model("ensemble")
     assert client.is_model_ready("ensemble")

@@ -118,8 +118,7 @@ def prepare_inputs(ids: list[int], tokens: int, streaming: bool, **more: np.ndar
 
 @pytest.mark.row("triton", "return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens")
 def test_perf_metrics_and_token_counts_are_returned(served: Served, client: triton.InferenceServerClient) -> None:
-    """The request has ``--return-perf-metrics`` and is sent twice: the second one reuses a full block of the prefix
-    cache."""
+    """``--return-perf-metrics``: the request is sent twice, and the second one reuses a block of the prefix cache."""
     requested = ("return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens")
     inputs = prepare_inputs(
         [*range(100, 200)], 40, False, **{name: np.array([[True]]) for name in requested}, **endless()
@@ -149,8 +148,7 @@ def test_perf_metrics_and_token_counts_are_returned(served: Served, client: trit
 @pytest.mark.row("triton", "lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
 @pytest.mark.row("triton", "decoder_input_ids", "decoder_input_lengths", "min_tokens", "seed")
 def test_lookahead_and_decoder_inputs_are_ignored(served: Served, client: triton.InferenceServerClient) -> None:
-    """Ignored: inputs of ``--lookahead-config`` and ``--decoder-input-tokens-csv``, and the newer ``min_tokens`` and
-    ``seed``."""
+    """Inputs of ``--lookahead-config`` and ``--decoder-input-tokens-csv``, and the newer ``min_tokens``, ``seed``."""
     plain = prepare_inputs([5, 6, 7], 6, False)
     ahead = {f"lookahead_{name}": [[7]] for name in ("window_size", "ngram_size", "verification_set_size")}
     ahead |= {"decoder_input_ids": [[3, 4]], "decoder_input_lengths": [[2]], "min_tokens": [[2]]}
@@ -167,8 +165,7 @@ def test_lookahead_and_decoder_inputs_are_ignored(served: Served, client: triton
 def test_chained_models_return_text_and_scores_of_ensemble(
     served: Served, client: triton.InferenceServerClient
 ) -> None:
-    """As in ``test_functionality_ifb``, results of the chained models are compared with ensemble and
-    tensorrt_llm_bls."""
+    """As in ``test_functionality_ifb``, the chained models are compared with ensemble and tensorrt_llm_bls."""
     text, tokens = np.array([[PROMPT]]).astype(object), np.array([[16]], dtype=np.int32)
     none = np.array([[""]], dtype=object)
     before = client.infer(
@@ -397,8 +394,7 @@ def test_token_ids_equal_openai_completion(
 
 @pytest.mark.row("triton", "stop")
 def test_stop_request_ends_stream(served: Served, client: triton.InferenceServerClient) -> None:
-    """A stop request with the id of a running request ends that request's stream; its last response is marked as
-    final."""
+    """A stop request with the id of a running request ends its stream; the last response is marked as final."""
     ids = completion(served, max_tokens=1)["prompt_token_ids"]
     user_data, last = UserData(), "triton_final_response"
     client.start_stream(callback=partial(callback, user_data))

@@ -90,8 +90,7 @@ def test_server_and_model_metadata_are_reported(client: triton.InferenceServerCl
 
 
 def test_settings_and_shared_memory_are_shared_by_all_api_processes(served: Served) -> None:
-    """The 16 connections are spread over both API processes. A change through one connection is visible on all
-    others."""
+    """The 16 connections are spread over both API processes. A change through one is visible through all."""
     with contextlib.ExitStack() as stack:
         clients = []
         for i in range(16):

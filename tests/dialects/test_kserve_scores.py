@@ -79,8 +79,7 @@ def infer(served: Served, texts: list[str], tokens: int, **more: tuple[Any, Any]
 
 @pytest.mark.row("triton", "return_context_logits", "return_generation_logits")
 def test_logits_equal_transformers(served: Served, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    """The request has rows of different lengths, with two sequences each; prompts are computed in chunks of eight
-    tokens."""
+    """Rows have different lengths and two sequences each; prompts are computed in chunks of eight tokens."""
     prompts = [tokenizer.encode(text) for text in TEXTS]
     longest, vocabulary = max(map(len, prompts)), model.config.vocab_size
     more = {**ALL, **PENALIZED, "num_return_sequences": (2, np.int32), "end_id": (-1, np.int32)}

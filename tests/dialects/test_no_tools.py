@@ -1,5 +1,4 @@
-"""``tool_choice: none`` in each dialect: the prompt contains no tools, and the answer contains no call, not even as
-text."""
+"""``tool_choice: none`` in each dialect: the prompt contains no tools, and the answer no call, not even as text."""
 
 from __future__ import annotations
 

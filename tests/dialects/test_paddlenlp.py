@@ -179,8 +179,7 @@ def test_request_with_prompt_is_answered_as_openai(served: Served) -> None:
     "field", ["timeout", "system", "text", "input_ids", "response_timeout", "return_usage", "req_id"]
 )
 def test_openai_client_with_extra_field_gets_openai_answer(served: Served, field: str) -> None:
-    """With ``model``, a request is OpenAI's. Without ``model``, ``req_id`` is the only one of these fields that selects
-    PaddleNLP."""
+    """With ``model``, a request is OpenAI's. Without it, only ``req_id`` marks a request as PaddleNLP's."""
     extra = {field: {"timeout": 5, "input_ids": [1], "return_usage": True}.get(field, "a")}
     client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
     answer = client.chat.completions.create(
@@ -288,8 +287,7 @@ def test_waiting_request_times_out(served: Served) -> None:
 
 
 def test_response_timeout_limits_whole_answer_but_not_stream(served: Served) -> None:
-    """The timeout applies to the time between outputs. Each chunk of a stream is an output; a whole answer is a single
-    output."""
+    """The timeout limits the time between outputs: the chunks of a stream, or the whole answer as a single output."""
     answer = ask(served, **ENDLESS, req_id="slow", response_timeout=0.2).json()
     assert answer == {"req_id": "slow", "error_msg": "timeout: no output for 0.2 seconds", "error_code": 408}
     begun, long = time.monotonic(), ENDLESS | {"min_dec_len": 700, "max_dec_len": 700}

@@ -1,5 +1,4 @@
-"""Prefilled answers: the prompt ends with the unmodified prefill, and ``echo`` returns it at the beginning of the
-answer."""
+"""Prefilled answers: the prompt ends with the unmodified prefill, and with ``echo`` the answer begins with it."""
 
 from __future__ import annotations
 

@@ -66,8 +66,7 @@ def parse(parser: argparse.ArgumentParser, *arguments: str) -> ResolvedConfigura
 
 
 def outcomes(parser: argparse.ArgumentParser, flag: str, takes_value: bool) -> dict[str | None, str]:
-    """Return the outcome for each example value: ``acts``, ``ignored``, ``nothing``, ``unknown`` or an error
-    message."""
+    """Return the outcome per example value: ``acts``, ``ignored``, ``nothing``, ``unknown`` or an error message."""
     default = parse(parser)
     result: dict[str | None, str] = {}
     for value in EXAMPLES if takes_value else (None,):

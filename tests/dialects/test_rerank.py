@@ -1,5 +1,4 @@
-"""Scoring, reranking, classification and pooling over HTTP (APIs of vLLM, Cohere, Jina), compared with ``LLM`` and
-transformers."""
+"""Scoring, reranking, classification and pooling over HTTP (vLLM, Cohere, Jina), against ``LLM`` and transformers."""
 
 from __future__ import annotations
 

@@ -329,8 +329,7 @@ def test_machine_outside_pod_ips_is_rejected(elsewhere: Terminal) -> None:
 )
 @pytest.mark.usefixtures("every_core")
 def test_mpirun_starts_and_stops_one_server(elsewhere: Terminal) -> None:
-    """mpirun starts one bound process per core. The server still uses all cores, and starts its ranks without
-    mpirun."""
+    """mpirun starts one bound process per core. The server still uses all cores, and starts its ranks itself."""
     two = "export MP_NUM=2\nexport CUDA_VISIBLE_DEVICES=0,1\n"
     assert two in ENVIRONMENT.replace("# ", "")
     status, output = elsewhere.run(f"{PORTS}{two}export MODEL_DIR=/models SERVICE_HTTP_PORT=-1\nmpirun start_server")

@@ -303,8 +303,7 @@ def test_invalid_rank_table_is_reported_in_one_line(
 
 @pytest.mark.row("vllm", "GLOBAL_RANK_TABLE_FILE_PATH", "RANK_TABLE_FILE_PATH", "NODE_PORTS")
 def test_prefill_and_decode_instances_equal_single_instance(shell: Shell, served: Served, tmp_path: Path) -> None:
-    """The test runs all documented steps, from rank tables to a chat at the scheduler's port. The scheduler has no
-    engine."""
+    """All documented steps are run, from rank tables to a chat at the scheduler's port. The scheduler has no engine."""
     folder, ports = f"tables{tmp_path.name}", free_ports(3)
     shell.output_of(GEN.replace("./save_dir", folder))
     (table,) = (shell.folder / folder).glob("global_ranktable_*.json")
@@ -370,8 +369,7 @@ def test_model_is_required(served: Served) -> None:
 
 @pytest.mark.row("vllm", "temperature", "top_p", "top_k", "max_tokens", "stream", "n")
 def test_sampling_defaults_match_documentation(served: Served) -> None:
-    """The model's ``generation_config.json`` is ignored: a request with the documented defaults gives the same
-    sample."""
+    """The model's ``generation_config.json`` is ignored: explicit documented defaults give the same sample."""
     client = openai.OpenAI(base_url=served.url, api_key="none")
     fields: dict[str, Any] = {"model": served.name, "prompt": "Once upon a time", "seed": 3}
     fields["extra_body"] = {"ignore_eos": True}

@@ -42,8 +42,7 @@ def pairs(values: dict[str, str]) -> str:
 
 
 def filled(templates: Path, engine: Path, **changes: str) -> Path:
-    """Fill the documented repository with the documented commands; ``changes`` replace values of tensorrt_llm. Return
-    its folder."""
+    """Fill the documented repository with the documented commands and ``changes`` of values; return its folder."""
     tokenizer = f"tokenizer_dir:{demo.CHAT},triton_max_batch_size:256"
     bls = {"triton_max_batch_size": "256", "decoupled_mode": "False", "bls_instance_count": "1"}
     values = {

@@ -21,8 +21,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(repository: Path, folder: Path, model: str, line: str) -> list[str]:
-    """Copy the repository to a folder and replace a line of one model's config.pbtxt; return the flags that select the
-    copy."""
+    """Copy the repository to a folder, replacing a line of one model's config.pbtxt; return the flags for the copy."""
     for file in repository.glob("*/config.pbtxt"):
         text = file.read_text()
         if file.parent.name == model:

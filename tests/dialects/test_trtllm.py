@@ -1,5 +1,4 @@
-"""TensorRT-LLM's convert, quantize and build commands: their output folders, errors, and effect on the server's
-options."""
+"""TensorRT-LLM's convert, quantize and build commands: their output folders, errors, and effect on server options."""
 
 from __future__ import annotations
 

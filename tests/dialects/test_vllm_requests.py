@@ -97,8 +97,7 @@ def test_reasoning_has_both_field_names(plain: httpx.Client) -> None:
 
 
 def test_vllm_example_reads_reasoning(client: openai.OpenAI) -> None:
-    """As in vLLM's example, ``reasoning`` is sent back with the next turn. In a stream, each delta with that attribute
-    has a string."""
+    """As in vLLM's example: the next turn has ``reasoning``; in a stream, it is always a string if present."""
     first: Any = client.chat.completions.create(model=MODEL, messages=SUM, extra_body=THINKING, temperature=0)  # type: ignore[arg-type]
     message = first.choices[0].message
     again = [*SUM, {"role": "assistant", "content": message.content, "reasoning": message.reasoning}, *CAPITAL]
@@ -114,8 +113,7 @@ def test_vllm_example_reads_reasoning(client: openai.OpenAI) -> None:
 
 
 def test_vllm_examples_call_tools(client: openai.OpenAI) -> None:
-    """As in vLLM's example, a delta without calls is read as ``reasoning``, and the assistant message with calls is
-    sent back without content."""
+    """As in vLLM's example: deltas without calls are read as ``reasoning``; the message with calls has no content."""
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     tools: Any = [{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}]
     messages: Any = [{"role": "user", "content": "巴黎的天气怎么样？"}]

@@ -161,8 +161,7 @@ def test_stopped_engine_drains_and_exits_with_status_0() -> None:
 
 
 def test_slow_reader_gets_complete_output() -> None:
-    """The reader is slower than the engine, and a stop string ends the text. Both requests reuse the id of an ended
-    request."""
+    """The reader is slower than the engine, and a stop string ends the text. A request id may be used again."""
 
     async def read() -> None:
         async with started() as llm:
@@ -175,8 +174,7 @@ def test_slow_reader_gets_complete_output() -> None:
                     [{"role": "user", "content": "What is the capital of Canada?"}], params, request_id="mine"
                 )
                 first_output = await first(stream)
-                # by then, the engine has completed the unread stream
-                await last(llm.chat(STORY, LONG.replace(max_tokens=100)))
+                await last(llm.chat(STORY, LONG.replace(max_tokens=100)))  # meanwhile, the unread stream ends
                 output = [first_output, *[later async for later in stream]][-1]
                 assert output.request_id == "mine"
                 assert output.finished

@@ -1,5 +1,4 @@
-"""Data parallelism: answers equal to those of a single engine, prefix-aware routing, adapters, and an engine that
-dies."""
+"""Data parallelism: answers equal to a single engine's, prefix-aware routing, adapters, and an engine that dies."""
 
 from __future__ import annotations
 
@@ -117,8 +116,7 @@ def test_request_is_routed_to_engine_with_cached_prefix(served: Served) -> None:
 
 
 def test_dead_engine_fails_started_requests_only(served: Served) -> None:
-    """The stream of the killed engine ends with an error. Its waiting requests run on the other engine, and it is
-    restarted."""
+    """The stream of the killed engine gets an error, its waiting requests run on the other engine, and it restarts."""
     expected = choices(complete(served, prompt="The sea", temperature=0))
     whole = complete(served, **LONG)["choices"][0]["text"]
     until(lambda: sum(metric(served, RUNNING).values()) == 0)
@@ -192,8 +190,7 @@ def test_adapters_are_loaded_in_every_engine(tmp_path: Path) -> None:
 
 
 def test_request_refused_by_full_engine_runs_on_another() -> None:
-    """The other engine runs the request although only the full engine has cached its prefix. If both are full, the
-    request gets the error of one of them."""
+    """The request's prefix is cached in the full engine only. If both engines are full, it gets an error from one."""
     prompt = {"prompt_token_ids": list(range(10, 210))}
     params = SamplingParams(max_tokens=20, ignore_eos=True)
 

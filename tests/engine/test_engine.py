@@ -189,8 +189,7 @@ def test_failed_device_ends_all_requests_and_engine(checkpoint: Path, device: Fa
 def test_failing_draft_model_fails_no_request(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All weights of the draft model are NaN. After ``MAX_FAILURES`` failures, drafting stops until the engine
-    restarts."""
+    """All weights of the draft model are NaN. Drafting stops after ``MAX_FAILURES`` failures, until a restart."""
     save(Qwen3Config(**SMALL, head_dim=32, sliding_window=None), tmp_path)
     set_embeddings_to_nan(tmp_path, slice(None))
     requests = [request(str(i), [3, 4, 5, i], **PARAMS[i % 4]) for i in range(MAX_FAILURES + 4)]

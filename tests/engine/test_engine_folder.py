@@ -208,8 +208,7 @@ def edit_shard(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
 
 
 def edit_header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """Return a function that damages an engine folder by changing its shard's header; the header's checksum is
-    correct."""
+    """Return a function that damages an engine folder by changing its shard's header (with a correct checksum)."""
 
     def changed(data: bytes) -> bytes:
         length = int.from_bytes(data[8:16], "little")

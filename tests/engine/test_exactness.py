@@ -305,8 +305,7 @@ def test_fifth_of_sequences_is_preempted(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_reordered_sum_changes_results(checkpoint: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test can detect a difference: linear layers with more than one row sum in two parts, as some batched
-    libraries do."""
+    """Linear layers sum in two parts if there is more than one row, as a batched library might: this is detected."""
     if cpu is None:
         pytest.skip("replaces a CPU kernel")
     linear = cpu.linear

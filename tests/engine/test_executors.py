@@ -1,5 +1,4 @@
-"""Worker processes: requests and engine end with an error if a worker is killed, hangs or fails. Ring buffers between
-processes."""
+"""Worker processes that are killed, hang or fail end requests and engine with an error; rings between processes."""
 
 from __future__ import annotations
 
@@ -92,8 +91,7 @@ def test_statistics_do_not_wait_for_steps_in_flight(checkpoint: Path) -> None:
 
 
 def lose_worker(engine: Engine, stop: Callable[[], None]) -> str:
-    """End a worker under load by calling ``stop``; check that every sequence fails; return the engine's error
-    message."""
+    """End a worker under load by calling ``stop``; check that every sequence fails; return the error message."""
     for number in range(4):
         engine.add(request(str(number), n=2))
     for _ in range(5):
@@ -326,8 +324,7 @@ def test_server_recovers_from_killed_worker() -> None:
 
 @pytest.fixture
 def ring() -> Iterator[tuple[Writer, Reader, int]]:
-    """Two ends of a small ring buffer, and the write end of a pipe. Closing the pipe simulates the death of the
-    peer."""
+    """Two ends of a small ring buffer, and the write end of a pipe, whose closing simulates the peer's death."""
     descriptors = Descriptors.create(64)
     peer, alive = os.pipe()
     writer, reader = Writer(descriptors, Poller(peer)), Reader(descriptors, Poller(peer))

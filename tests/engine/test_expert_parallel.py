@@ -1,5 +1,4 @@
-"""Expert parallelism: expert load equal to transformers' routing, expert placements, and equal bits with any
-placement."""
+"""Expert parallelism: expert load equal to transformers' routing, placements, and equal bits with any placement."""
 
 from __future__ import annotations
 

@@ -204,8 +204,7 @@ def test_unsupported_structural_format_is_refused_by_name(llm: LLM, shape: dict[
 
 
 def test_option_disallows_additional_properties(llm: LLM) -> None:
-    """Exceptions: objects that set ``additionalProperties``, and members of ``allOf``. One property has the name of a
-    keyword."""
+    """Exceptions: objects that set ``additionalProperties``, and parts of ``allOf``. Keywords may be property names."""
 
     def object_schema(**more: Any) -> dict[str, Any]:
         return {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], **more}
@@ -255,8 +254,7 @@ def test_pydantic_model_is_used_as_schema(llm: LLM) -> None:
 
 
 def test_batch_does_not_change_constrained_outputs(llm: LLM) -> None:
-    """Logprobs, preemption and drafts do not change the outputs, either. Without logprobs, forced tokens take no model
-    step."""
+    """Logprobs, preemption and drafts change nothing, either. Without logprobs, forced tokens take no step."""
     constraints = [*(constraint for constraint, _ in CONSTRAINTS.values()), guided(json=PERSON), None]
     params = [
         SamplingParams(guided_decoding=constraint, temperature=t, seed=7, max_tokens=80)

@@ -1,5 +1,4 @@
-"""KV export: a step copies its keys and values layer by layer to a transfer buffer, and another KV cache imports
-them."""
+"""KV export: a step copies its keys and values layer by layer to a transfer buffer; another KV cache imports them."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ def runner(model: Model, ops: Ops, block_size: int, quantization: str, export: l
 
 
 def batch_of(tokens: Tensor, first: int, block_size: int) -> Batch:
-    """Return a batch with the tokens of one sequence from position ``first`` on. The block table is in reverse
-    order."""
+    """Return a batch with the tokens of one sequence from position ``first`` on, with a reversed block table."""
     positions, blocks = torch.arange(first, len(tokens)), -(-TOKENS // block_size) + 1
     table = torch.arange(blocks, dtype=torch.int32).flip(0)
     count, length = len(positions), len(tokens)

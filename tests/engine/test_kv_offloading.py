@@ -60,8 +60,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def opened(checkpoint: Path, **options: Any) -> Iterator[LLM]:
-    """Yield a model with an engine. After the test, all blocks must be free; closing the engine writes pending
-    blocks."""
+    """Yield a model with an engine. All blocks must be free at the end; closing the engine writes pending blocks."""
     llm = LLM(checkpoint, **OPTIONS | options)
     with closing(llm.engine):
         yield llm
@@ -147,8 +146,7 @@ def test_two_engines_share_a_disk_folder(checkpoint: Path, expected: Result, tmp
 
 
 def test_offloaded_blocks_differ_by_salt_adapter_and_weights(checkpoint: Path, tmp_path: Path) -> None:
-    """With equal salt, adapter and weights, blocks are found again, also after the weights have been changed and
-    restored."""
+    """With equal salt, adapter and weights, blocks are found, also after the weights were changed and restored."""
     with opened(checkpoint, kv_offloading_disk_path=str(tmp_path / "kv"), enable_lora=True) as llm:
         adapter = LoRARequest("one", 1, str(checkpoint / "adapter"))
         generate(llm)
@@ -315,8 +313,7 @@ def test_full_disk_fails_no_request(
 def test_hanging_disk_delays_one_request_until_timeout(
     checkpoint: Path, expected: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One request waits for its blocks until the timeout. Later requests do not wait; blocks are loaded again after the
-    disk responds."""
+    """One request waits for its blocks until the timeout. Later requests do not wait for the disk to respond."""
     folder = tmp_path / "kv"
     files = written(checkpoint, folder)
     monkeypatch.setattr(disk_tier, "READ_TIMEOUT", 0.2)
@@ -385,8 +382,7 @@ def test_failed_start_leaves_no_thread_and_no_file(checkpoint: Path, tmp_path: P
     with pytest.raises((OSError, MemoryError)):
         LLM(checkpoint, **OPTIONS | {"num_gpu_blocks_override": 10**9, "kv_offloading_disk_path": str(tmp_path / "a")})
     threads_left, files_left = open_resources()
-    # fewer are possible: a thread of an earlier test may have ended
-    assert threads_left <= threads and files_left <= files
+    assert threads_left <= threads and files_left <= files  # an earlier test's thread may have ended
 
 
 def test_metrics_count_hits_of_host_and_disk(tmp_path: Path) -> None:

@@ -48,8 +48,7 @@ TIMEOUT = 30.0
 
 class KVTransfers(RuleBasedStateMachine):
     """A prefill engine, a decode engine, and the network between them. Each message is delivered, dropped, repeated or
-    overtaken at random; pieces may arrive damaged. The content of a slot is derived from its hash, so that every import
-    can be checked."""
+    overtaken at random; pieces may arrive damaged. A slot's content is derived from its hash, to check every import."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -413,8 +412,7 @@ class Running:
 
 
 def test_decode_engine_that_stops_reading_loses_its_slots() -> None:
-    """The decode engine requests more bytes than the sockets hold, and stops reading. Its slots are freed for other
-    engines."""
+    """The decode engine requests more bytes than the sockets hold, then stops reading. Its slots are freed."""
     running = Running(32, 2**20, listen="127.0.0.1:0", timeout=0.5, transport="tcp")
     peer, tokens = running.connect(), list(range(32 * SLOT_TOKENS))
     try:

@@ -152,8 +152,7 @@ def test_interrupt_ends_requests_and_frees_blocks(llm: LLM) -> None:
 
 
 def test_eos_token_of_tokenizer_ends_output(llm: LLM, tmp_path: Path) -> None:
-    """The tokenizer's EOS token ends the output although generation_config.json names another one, as in some
-    fine-tuned checkpoints."""
+    """generation_config.json names another EOS token, as in checkpoints fine-tuned for chat."""
     for path in demo.CHAT.iterdir():
         shutil.copy(path, tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 0}')

@@ -122,8 +122,7 @@ def test_chat_returns_top_logprobs_of_prompt_and_output(
 def test_fastdeploy_options_scale_and_normalize_logprobs(
     client: openai.OpenAI, model: PreTrainedModel, scaled: bool, normalized: bool
 ) -> None:
-    """FastDeploy's request options: logprobs after the temperature, and renormalized over the tokens kept by
-    ``top_p``."""
+    """FastDeploy's options: logprobs after the temperature, and renormalized over the tokens kept by ``top_p``."""
     request = {"model": "default", "prompt": PROMPT, "max_tokens": 6, "temperature": 0.6, "top_p": 0.7, "seed": 5}
     modes = {"temp_scaled_logprobs": scaled, "top_p_normalized_logprobs": normalized}
     body = {"return_token_ids": True, "ignore_eos": True, **modes}

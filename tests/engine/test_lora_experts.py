@@ -182,8 +182,7 @@ def exchange(base: Path, folder: Path) -> None:
     ids=str,
 )
 def test_other_formats_of_an_adapter_give_same_outputs(base: Path, tmp_path: Path, options: dict[str, Any]) -> None:
-    """Formats: matrices of separate experts, and matrices with inputs and outputs exchanged. Two ranks read them,
-    too."""
+    """Formats: matrices of separate experts, and matrices with inputs and outputs exchanged; on one and two ranks."""
     separate(base, tmp_path / "separate")
     exchange(base, tmp_path / "exchanged")
     modules = (f"both={base / 'both'}", *(f"{name}={tmp_path / name}" for name in ("separate", "exchanged")))

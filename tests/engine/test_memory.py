@@ -17,9 +17,7 @@ def test_options_set_number_of_blocks() -> None:
     assert LLM(kv_cache_memory_bytes=50 * BLOCK_BYTES + 1).engine.scheduler.device_pool.total == 50
     assert LLM(num_gpu_blocks_override=40, kv_cache_memory_bytes=1).engine.scheduler.device_pool.total == 40
     rounded = LLM(kv_cache_memory_bytes=50 * BLOCK_BYTES, kv_cache_dtype="int8")
-    assert rounded.engine.scheduler.device_pool.total == 50 * (2 * 64) // (64 + 4), (
-        "64 int8 values have a scale of 4 bytes"
-    )
+    assert rounded.engine.scheduler.device_pool.total == 50 * (2 * 64) // (64 + 4), "64 bytes have a scale of 4 bytes"
     with pytest.raises(PenstockError, match="one KV block takes"):
         LLM(kv_cache_memory_bytes=BLOCK_BYTES - 1)
     with pytest.raises(PenstockError, match=r"kv_offloading_size: takes .* lower it"):

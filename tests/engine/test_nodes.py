@@ -1,7 +1,5 @@
-"""Engines on several nodes (network namespaces): bits equal to a single rank's, and lost nodes.
-
-The error names a node that is killed, stopped or disconnected. It ends the engine, which starts again with the node.
-"""
+"""Engines on several nodes (network namespaces): bits equal to one rank's. A node that is killed, stopped or
+disconnected is named in the error and ends the engine, which starts again with the node."""
 
 from __future__ import annotations
 
@@ -164,8 +162,7 @@ def test_connections_cover_all_communicating_ranks() -> None:
 
 
 HEADER = struct.Struct("<Qqqqqii")
-"""Message header: place, offset, bytes per row, stride, number of rows, flag "rows are numbered", flag "step has
-failed"."""
+"""Message header: place, offset, bytes per row, stride, number of rows; flags: numbered rows, failed step."""
 FIRST_PLACE = (1 << 24) + 1
 """Place of the first barrier of the first step."""
 
@@ -303,8 +300,7 @@ def test_step_failing_on_one_node_fails_on_all(
             assert engine.failure is None
             assert {n: tokens(engine, n) for n in (1, 8, 2)} == expected
         os.kill(pids[1], signal.SIGKILL)
-        # the idle engine detects the killed rank, because it asks all ranks for statistics
-        while engine.failure is None:
+        while engine.failure is None:  # an idle engine asks all ranks for statistics
             assert engine.gpu_memory == 0
         assert f"process {pids[1]}) of node 1" in engine.failure.message
 
@@ -475,8 +471,7 @@ def test_unauthenticated_connections_are_closed_and_block_no_node() -> None:
     listener = Listener("127.0.0.1", 0, b"a secret of the tests")
     address = "127.0.0.1", listener.port
     try:
-        # more connections than are authenticated at a time
-        idle = [socket.create_connection(address) for _ in range(100)]
+        idle = [socket.create_connection(address) for _ in range(100)]  # more than are authenticated at once
         nested = b"\x81\xa1x" + b"\x91" * 1000 + b"\x90"
         deep = len(nested).to_bytes(8, "little") + bytes(4) + nested
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", (2**60).to_bytes(8, "little") + bytes(100), bytes(12), deep):
@@ -552,8 +547,7 @@ def test_keep_alive_accepts_any_timeout(timeout: float) -> None:
 @pytest.mark.row("vllm", "--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port", "--headless")
 @pytest.mark.usefixtures("shared_secret")
 def test_server_recovers_from_killed_node(machines: Namespaces, checkpoint: Path) -> None:
-    """The log names the missing node. Clients get an error after the kill, and answers again after the node has
-    rejoined."""
+    """The log names the missing node. Clients get an error after the kill, and answers after the node has rejoined."""
     flags = ["--model", str(checkpoint), "--dtype", "float32", "--weight-cache-dir", "none", "--max-model-len", "256"]
     flags += ["--num-gpu-blocks-override", "40", "--engine-iteration-timeout", "10", "--master-addr", "10.0.0.1"]
     flags += ["-tp", "2", "--node-timeout", "60", "--master-port", "29555"]

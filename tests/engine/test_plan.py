@@ -239,8 +239,7 @@ def test_plan_prints_table(capsys: pytest.CaptureFixture[str]) -> None:
     "DeepSeek-R1-MTP-2nodes/weight_only_int8",
 )
 def test_block_bs_equals_paddlenlp_recommendation_on_one_node(capsys: pytest.CaptureFixture[str]) -> None:
-    """PaddleNLP's table has eight rows. The computed values equal those for one node and differ from those for two
-    nodes."""
+    """PaddleNLP's table has eight rows. The computed values equal those for one node, but not those for two nodes."""
     assert main(["plan", "block-bs", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["recommended"] for row in rows] == [40, 36, 40, 36, 50, 36, 40, 36]

@@ -244,8 +244,7 @@ def test_slot_overwritten_during_read_is_detected(checkpoint: Path, secret: str)
 
 
 def test_prompt_without_prefill_engine_is_recomputed_or_fails(checkpoint: Path, secret: str) -> None:
-    """``kv_load_failure`` selects whether the decode engine recomputes the prompt or the request fails. A closed engine
-    is detected without waiting for a timeout."""
+    """``kv_load_failure``: the decode engine recomputes the prompt, or the request fails. Both happen at once."""
     rng = Random("gone")
     requests = draw_long_requests(rng, 4)
     alone = run(start(checkpoint, "bfloat16 none auto", threads=1), requests)
@@ -416,8 +415,7 @@ def test_weight_updates_and_sleep_give_old_or_new_results(checkpoint: Path, secr
     either the old or the new weights. Sleeping changes no bit. All blocks and slots are freed."""
     kind, folders = "bfloat16 none auto", [checkpoint, perturbed(checkpoint, tmp_path / "other")]
     drawn = draw_long_requests(Random("weights"), 16)
-    # with other weights, a grammar may not be satisfied
-    requests = [each for each in drawn if not each.sampling.guided_decoding]
+    requests = [each for each in drawn if not each.sampling.guided_decoding]  # other weights may violate a grammar
     alone = [run(start(folder, kind, threads=1), requests) for folder in folders]
     assert alone[0] != alone[1]
     for number in range(SCHEDULES):
@@ -453,8 +451,7 @@ def test_weight_updates_and_sleep_give_old_or_new_results(checkpoint: Path, secr
 
 
 def _change(engine: Engine, action: str, folder: Path, rng: Random) -> Iterator[None]:
-    """Change an engine's weights, or put it to sleep for a few steps. Resume the iterator after each step of the
-    engine."""
+    """Change an engine's weights, or put it to sleep for a few steps. Resume the iterator after each engine step."""
     if action == "weights":
         steps = [lambda: engine.weights.load(str(folder)), lambda: engine.weights.commit("finish")]
     else:
@@ -494,8 +491,7 @@ def test_abort_is_sent_to_prefill_engine(checkpoint: Path, secret: str) -> None:
 
 
 def test_wakeup_is_cleared_when_events_are_taken(checkpoint: Path, secret: str) -> None:
-    """After ``poll``, ``wakeup`` is not readable even if the events were taken while it was being set. An idle engine
-    waits for it."""
+    """``wakeup`` is not readable after ``poll``, even if it was just being set: an idle engine waits for it."""
     rng = Random("wakeup")
     cluster = Cluster(checkpoint, "bfloat16 none auto", secret, rng, [{}], [{}])
     try:
@@ -534,8 +530,7 @@ def test_imports_take_no_more_blocks_than_kv_cache_ratio(checkpoint: Path, secre
 
 
 def test_full_decode_engine_leaves_prompts_to_prefill_engine(checkpoint: Path, secret: str) -> None:
-    """After a timeout, the full decode engine computes the first prompt of the queue, but not every prompt that has
-    waited as long."""
+    """After a timeout, the full engine computes the first prompt of its queue, but not all others that have waited."""
     rng = Random("full")
     sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     requests = [

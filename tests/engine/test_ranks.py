@@ -1,7 +1,5 @@
-"""Tensor-parallel ranks and pipeline stages: bits equal to a single rank's.
-
-A rank that dies, hangs or fails is named in the error and ends all ranks.
-"""
+"""Tensor-parallel ranks and pipeline stages: bits equal to one rank's. A rank that dies, hangs or fails is named in the
+error and ends all ranks."""
 
 from __future__ import annotations
 
@@ -275,8 +273,7 @@ def test_step_failing_on_one_rank_fails_on_all(
 def test_drafter_failing_on_one_rank_loses_only_drafts(
     method: str, drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The drafter fails on one rank before some of its barriers. Only ``apply``, which updates the drafter's rows,
-    fails the step."""
+    """The drafter fails on one rank before some of its barriers. Only a failure of ``apply`` fails the step."""
     (tmp_path / "checkpoint").mkdir()
     folder = with_head(tmp_path / "checkpoint", accurate=False)
     with ranks(folder, (1, 1)) as (engine, _):

@@ -448,14 +448,12 @@ def test_penstock_as_engine_of_ray_serve_llm_gives_same_answers(servers: Servers
 @pytest.mark.thorough
 @pytest.mark.parametrize("page", ["ray.md", "zh/ray.md"])
 def test_documented_commands_start_application_that_answers(page: str) -> None:
-    """The page's commands start a head node, another node and the application (by command and from its file), and send
-    a request."""
+    """The page's commands start two nodes and the application (by command and from its file), and send a request."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     start, request = re.findall(r"```sh\n((?:export|curl) .*?)```", text, re.DOTALL)
     file, _ = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     export, head, node, command = start.splitlines()
-    # lower ports are used by Ray's workers
-    port, cluster_port, *_ = (port for port in free_ports(40) if port >= 20_000)
+    port, cluster_port, *_ = (port for port in free_ports(40) if port >= 20_000)  # Ray's workers use lower ports
     with scratch() as (folder, environment):
         (folder / "bin").mkdir()
         for name, code in {"ray": "scripts.scripts import main as cli", "serve": "serve.scripts import cli"}.items():

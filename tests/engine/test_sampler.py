@@ -65,8 +65,7 @@ def scores(rows: int, seed: int = 0) -> torch.Tensor:
     ],
 )
 def test_token_frequencies_equal_distribution_of_transformers(params: dict[str, Any]) -> None:
-    """6,000 samples with different seeds pass a chi-squared test against the distribution after transformers'
-    warpers."""
+    """6,000 samples with different seeds: chi-squared test against the distribution after transformers' warpers."""
     p = SamplingParams(**params)
     warpers: list[Any] = [TemperatureLogitsWarper(p.temperature), MinPLogitsWarper(p.min_p)]
     warpers += [TopKLogitsWarper(p.top_k)] if p.top_k else []

@@ -46,8 +46,7 @@ VOCABULARY = 40
 
 
 def next_token(tokens: list[int], seed: int, index: int) -> int:
-    """Return the token that the simulated model samples, a function of all previous tokens, the seed and the sequence
-    index."""
+    """Return the token that the simulated model samples, a function of all previous tokens, seed and index."""
     digest = hashlib.blake2b(array("q", [seed, index, *tokens]).tobytes(), digest_size=4).digest()
     return int.from_bytes(digest, "little") % VOCABULARY
 
@@ -84,8 +83,7 @@ class Machine:
     its position. It checks that slots are written before they are read, and that its state equals the scheduler's.
 
     Args:
-        samples: False for the first of several pipeline stages, which does not get the tokens sampled by the last
-            stage.
+        samples: False for the first pipeline stage, which does not get the tokens sampled by the last stage.
     """
 
     def __init__(self, samples: bool = True) -> None:
@@ -491,8 +489,7 @@ def count_sequences(requests: Container[str]) -> int:
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_aborted_waiting_requests_leave_nothing_in_queue(policy: str) -> None:
-    """The queue begins with another request. The aborted requests have deadlines and a maximum queue time, and some
-    wait for a grammar."""
+    """The requests have deadlines and a maximum queue time, some wait for a grammar, and one request precedes them."""
     engine = scheduler(max_num_seqs=1, max_waiting=10_000, scheduling_policy=policy, max_queue_time=60)
     engine.add(request(0, 5, max_tokens=40))
     running = engine.schedule()
@@ -622,8 +619,7 @@ def test_swapped_sequence_waits_for_result_of_its_swap_out() -> None:
 
 
 def test_beams_survive_failure_of_a_step_without_them() -> None:
-    """When a step without the beams fails, some beam states are not sent yet. They are sent with the beams' next
-    step."""
+    """Beam states that are unsent when a step without the beams fails are sent with the beams' next step."""
     engine, machine = scheduler(), Machine()
     beams = request(0, 6, max_tokens=10, temperature=0, use_beam_search=True, best_of=3)
     engine.add(beams)

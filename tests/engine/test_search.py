@@ -121,8 +121,7 @@ def test_beam_search_satisfies_constraint(llm: LLM) -> None:
 
 
 def test_beam_search_without_allowed_tokens_ends(llm: LLM) -> None:
-    """The result is the beams found so far, with the last one repeated up to ``n``. Without any beam, it is an
-    error."""
+    """The beams found so far are returned, the last one repeated up to ``n``. Without any beam, it is an error."""
     few: dict[str, Any] = {"n": 3, "max_tokens": 4, "allowed_token_ids": (500, 501), **BEAMS}
     some = SamplingParams(bad_word_ids=((500, 500), (500, 501)), **few)
     none = SamplingParams(bad_word_ids=tuple((a, b) for a in (500, 501) for b in (500, 501)), **few)

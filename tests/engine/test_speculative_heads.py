@@ -1,5 +1,4 @@
-"""EAGLE, Medusa and MTP heads, which draft from the model's hidden states, compared with their definitions in
-PyTorch."""
+"""EAGLE, Medusa and MTP heads, which draft from the model's hidden states, compared with definitions in PyTorch."""
 
 from __future__ import annotations
 
@@ -92,8 +91,7 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def layer(weights: dict[str, Tensor], name: str, x: Tensor, residual: Tensor) -> Tensor:
-    """Compute a decoder layer with rotary embedding, without its input norm, for a whole sequence ``[length,
-    inputs]``."""
+    """Compute a decoder layer with rotary embedding, without input norm, for a whole sequence ``[length, inputs]``."""
     length, heads, kv_heads, dim = len(x), 4, 2, 16
     q, k, v = (F.linear(x, weights[f"{name}.self_attn.{part}_proj.weight"]).view(length, -1, dim) for part in "qkv")
     angles = torch.outer(torch.arange(length).float(), 10000.0 ** -(torch.arange(0, dim, 2) / dim))

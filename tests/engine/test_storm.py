@@ -1,5 +1,4 @@
-"""Small load scenarios on a real server: every request gets an answer or an error. ``benchmarks/reliability.py`` runs
-larger scenarios."""
+"""Small load scenarios on a real server: no request is lost. ``benchmarks/reliability.py`` runs larger ones."""
 
 from __future__ import annotations
 
@@ -87,8 +86,7 @@ def test_greedy_clients_do_not_block_others(questions: list[Question], shared: S
 
 @pytest.mark.thorough
 def test_greedy_clients_delay_others_within_contract(questions: list[Question]) -> None:
-    """On an idle machine, the contract allows 100 ms for ``/live``, 500 ms between chunks, and 50 ms of a blocked event
-    loop."""
+    """Contract on an idle machine: ``/live`` within 100 ms, chunks within 500 ms, no event loop blocked for 50 ms."""
     tally = storm.run(storm.greedy_clients(questions, 12, max_block=0.05))
     assert (tally.slowest_live <= 0.1, tally.longest_gap <= 0.5) == (True, True), tally
 
@@ -98,9 +96,7 @@ def test_pipelined_requests_do_not_block_others(questions: list[Question], share
 
 
 def test_hanging_engine_is_killed(questions: list[Question], short_timeouts: Served) -> None:
-    assert storm.run(storm.engine_hung(questions, 10, shared=short_timeouts)).slowest < 50, (
-        "the default timeout is a minute"
-    )
+    assert storm.run(storm.engine_hung(questions, 10, shared=short_timeouts)).slowest < 50, "the default is 60 s"
 
 
 def test_killed_api_process_breaks_only_its_connections(questions: list[Question], two_api_processes: Served) -> None:

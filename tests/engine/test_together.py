@@ -1,5 +1,4 @@
-"""Pairs and larger sets of request options: each set gives the same result alone and in a batch, or is refused by
-name."""
+"""Pairs and larger sets of request options: each gives the same result alone and in a batch, or is refused by name."""
 
 from __future__ import annotations
 
@@ -96,8 +95,7 @@ def body(names: tuple[str, ...]) -> dict[str, Any]:
     made: dict[str, Any] = {"model": "default", "messages": [MESSAGE], "max_tokens": MAX_TOKENS, "temperature": 0}
     if "best of" in names and "beams" not in names:
         made |= {"temperature": 0.7, "seed": 5}
-    # "limited thought" sets the same field, so "thought" is applied last
-    for name in sorted(names, key=lambda name: name == "thought"):
+    for name in sorted(names, key=lambda name: name == "thought"):  # "thought" is applied last
         made |= {key: value for key, value in FEATURES[name].items() if name != "beams" or key != "temperature"}
     return made
 

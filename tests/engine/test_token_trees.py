@@ -111,8 +111,7 @@ def test_tree_drafts_do_not_change_outputs(
 
 
 def test_tree_has_more_accepted_tokens_than_its_first_path(attending: Heads, plain: list[Any]) -> None:
-    """Single sequences, greedy and sampled, are compared with and without a tree. With penalties, only its first path
-    is drafted."""
+    """Sequences run one at a time, greedy or sampled. With penalties, only the tree's first path is drafted."""
     folder, heads = attending
     accepted = []
     for more in ({"medusa_choices": TREE}, {"num_speculative_tokens": 3}):

@@ -1,5 +1,4 @@
-"""Weight updates and sleep while an engine process serves: each token is computed with either the old or the new
-weights."""
+"""Weight updates and sleep while an engine process serves: each token is computed with the old or the new weights."""
 
 from __future__ import annotations
 
@@ -115,8 +114,7 @@ def test_requests_during_update_pause_and_sleep_get_expected_tokens(
             assert output.weights_versions == [new.version, old.version]
             before = new(PROMPT, 300)
             changed = next(i for i, (token, other) in enumerate(zip(tokens, before, strict=True)) if token != other)
-            # the first tokens after the change may be equal for both weights
-            candidates = range(changed, changed - 3, -1)
+            candidates = range(changed, changed - 3, -1)  # the first new tokens may be equal
             assert any(tokens[i:] == old(PROMPT + before[:i], 300 - i) for i in candidates)
 
             broken = folders[0].parent / "broken"

@@ -140,8 +140,7 @@ def test_allowed_pages_and_programs_call_private_routes(
 
 @pytest.mark.parametrize("path", ["/clear_load_weight", "/update_model_weight"])
 def test_image_request_of_foreign_page_is_refused(client: httpx.Client, path: str) -> None:
-    """Browsers send an image's GET without Origin, and over plain HTTP without Sec-Fetch-Site. These GET routes change
-    the server."""
+    """Over plain HTTP, browsers load images without Origin and Sec-Fetch-Site. These GET routes change the server."""
     for headers in ({"user_agent": BROWSER}, {"user_agent": BROWSER, "referer": "http://evil.example/"}):
         assert is_refused(ask(client, "GET", path, **headers)), headers
         assert is_refused(ask(client, "HEAD", path, **headers)), headers
@@ -163,8 +162,7 @@ def program(everywhere: Served) -> Iterator[httpx.Client]:
 
 
 def test_server_on_all_addresses_accepts_its_host_names(program: httpx.Client) -> None:
-    """Programs may use any host name. Browsers may only use host names that another site cannot resolve to this
-    server."""
+    """Programs may use any host name, browsers only names that another site cannot resolve to this server."""
     port = program.base_url.port
     for host in ("gpu.cluster.example", "llm", "10.0.0.1", f"[::1]:{port}"):
         assert not is_refused(ask(program, "GET", "/server_info", host=host)), host
@@ -220,8 +218,7 @@ def test_allowed_origins_are_normalized_as_in_browsers() -> None:
 
 
 def test_page_with_user_agent_of_program_is_refused(program: httpx.Client) -> None:
-    """A page can set User-Agent and Accept-Language but cannot omit the latter. Node.js sends it, too, and is a
-    program."""
+    """A page can set User-Agent and Accept-Language but cannot omit Accept-Language. Node.js sends both, too."""
     page = {"host": "evil.example:8000", "user_agent": "curl/8", "accept_language": ""}
     assert is_refused(ask(program, "GET", "/server_info", **page))
     node = {"host": "gpu.example.com:8000", "user_agent": "node", "accept_language": "*", "sec_fetch_mode": "cors"}
@@ -393,8 +390,7 @@ def test_foreign_page_cannot_use_shared_memory(client: httpx.Client) -> None:
 
 
 def test_tenant_names_in_metrics_are_stable_and_no_key_hashes(tmp_path: Path) -> None:
-    """Tenant names are equal in all API processes and after a restart, and no API key's hash is in the metrics. Stored
-    files keep their owner."""
+    """Tenant names are equal in all API processes and after a restart, and stored files keep their owner."""
     from hashlib import sha256
 
     flags = ("--api-key", "a,b", "--storage-dir", str(tmp_path), "--num-gpu-blocks-override", "100")

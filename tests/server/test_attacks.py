@@ -86,8 +86,7 @@ def huge_shapes(served: Served) -> None:
 
 
 def long_stop_words_and_bias(served: Served) -> None:
-    """Send stop words up to the size limit of requests, and an embedding bias over the vocabulary for each of 256
-    rows."""
+    """Send stop words up to the request size limit, and an embedding bias over the vocabulary for each of 256 rows."""
     long_stop_words = [
         bytes_tensor("QUERY", b"x"),
         {"name": "REQUEST_OUTPUT_LEN", "datatype": "INT32", "shape": [1, 1], "data": [1]},

@@ -1,5 +1,4 @@
-"""``penstock bench serve``: workloads and arrival times, computed results, the HTTP client, and a run against
-Penstock."""
+"""``penstock bench serve``: workloads, arrival times, computed results, the HTTP client, and a run with Penstock."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ def test_arrivals_have_configured_rate_and_burstiness(burstiness: float) -> None
     assert times[-1] == pytest.approx(5000 / 20)
     gaps = np.diff(times, prepend=0.0)
     assert (gaps >= 0).all()
-    # coefficient of variation of a gamma distribution
-    assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.1, abs=1e-6)
+    assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.1, abs=1e-6)  # gamma distribution
 
 
 def test_arrivals_depend_on_seed() -> None:
@@ -150,8 +148,7 @@ def test_results_match_hand_computed_values() -> None:
     assert results["request_throughput"] == pytest.approx(1.5)
     assert results["output_throughput"] == pytest.approx(4.5)
     assert results["total_token_throughput"] == pytest.approx(19.5)
-    # 3 tokens, and half of the second request's 5 tokens per second
-    assert results["max_output_tokens_per_s"] == pytest.approx(3 + 2.5)
+    assert results["max_output_tokens_per_s"] == pytest.approx(3 + 2.5)  # half of the 5 tokens fall into each second
     assert results["max_concurrent_requests"] == 2
     assert results["p99_send_lag_ms"] == pytest.approx(48.0)  # percentile of 0, 0, 0, 0 and 50 ms
     assert (results["mean_ttft_ms"], results["median_ttft_ms"]) == (pytest.approx(200.0), pytest.approx(200.0))

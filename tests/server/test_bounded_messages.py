@@ -52,8 +52,7 @@ def long_number(path: Path) -> None:
 
 
 def long_strings(path: Path) -> None:
-    """Lengthen every string of a JSON file and add a long field name. If the file is absent, write an index with long
-    names."""
+    """Lengthen every string of a JSON file and add a long field name; if absent, write an index with long names."""
 
     def lengthen(value: Any) -> Any:
         if isinstance(value, dict):

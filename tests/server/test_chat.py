@@ -69,8 +69,7 @@ class Person:
             stderr=slave,
             env={**os.environ, "TERM": "xterm", **environment, **state},
             start_new_session=True,
-            # controlling terminal, so that Ctrl-C reaches the command
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # lets Ctrl-C reach the command
         )
         os.close(slave)
         self.seen = ""
@@ -98,8 +97,7 @@ class Person:
         return found
 
     def interrupt(self, pattern: str) -> None:
-        """Press Ctrl-C until ``pattern`` is shown. Several presses may be needed: while readline handles keys, Ctrl-C
-        takes effect at the next key."""
+        """Press Ctrl-C until ``pattern`` is shown: while readline handles keys, Ctrl-C waits for the next press."""
         for _ in range(6):
             self.type("\x03")
             with suppress(AssertionError):

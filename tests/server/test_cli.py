@@ -94,8 +94,7 @@ KINDS = {
     "empty/./": "is empty, so it is not a checkpoint",
     "other/readme.md/": "has no config.json, so it is not a checkpoint",
 }
-"""Expected message by file. The ``model`` argument is the file, its folder (name ends in ``/``), or the folder's parent
-(name ends in ``/..``)."""
+"""Message by file. The model is the file, its folder (``/`` at the end) or the folder's parent (``/..`` at the end)."""
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -1,5 +1,4 @@
-"""HTTP/1.1 framing, for any split into packets: the message head determines where a body ends, and no body is executed
-as a request."""
+"""HTTP/1.1 framing for any split into packets: the head determines the body's end; no body is executed as a request."""
 
 from __future__ import annotations
 
@@ -196,8 +195,7 @@ def test_malformed_chunked_body_ends_the_connection(name: str) -> None:
 
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[bytes, list[int]]:
-    """Strategy for a request with the body ``SMUGGLED``, followed by a second request, and offsets at which to split
-    the bytes."""
+    """Strategy: a request with the body ``SMUGGLED`` and a second request, with offsets at which to split the bytes."""
     fields = draw(
         st.lists(
             st.tuples(
@@ -255,8 +253,7 @@ def test_server_does_not_execute_a_body(server: Served, split: str) -> None:
     )
     split_at = head.index(split) + len(split)
     received = talk(server, head[:split_at].encode(), head[split_at:].encode() + text + NEXT)
-    # responses to POST and to GET /next, which does not exist
-    assert [int(status) for status in re.findall(rb"HTTP/1.1 (\d+) ", received)] == [200, 404]
+    assert [int(status) for status in re.findall(rb"HTTP/1.1 (\d+) ", received)] == [200, 404]  # /next does not exist
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,4 @@
-"""Mutated requests to every endpoint.
-
-``PENSTOCK_FUZZ_REQUESTS`` sets their number, ``PENSTOCK_FUZZ_SEED`` the seed.
-"""
+"""Mutated requests to every endpoint: ``PENSTOCK_FUZZ_REQUESTS`` is their number, ``PENSTOCK_FUZZ_SEED`` the seed."""
 
 from __future__ import annotations
 

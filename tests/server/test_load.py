@@ -1,5 +1,4 @@
-"""Load from one client: limits of body size, elements and memory, fair turns in the event loop, and streams of
-others."""
+"""Load from one client: limits of body size, elements and memory, fair turns in the event loop, streams of others."""
 
 from __future__ import annotations
 
@@ -241,8 +240,7 @@ def test_joined_reservations_are_released_together() -> None:
 
 
 def test_memory_of_body_is_freed_before_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the memory of the prompt is still reserved. This template drops the text, just as base64 of images is
-    dropped."""
+    """Only memory of the prompt is still reserved. This template drops the text, just as image data is dropped."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     short, text = "{{ messages | length }}", "x" * 100_000
 
@@ -447,8 +445,7 @@ def test_grpc_limit_follows_context_length_and_option(tmp_path: Path) -> None:
 
 
 def test_bodies_wait_for_memory_and_are_answered() -> None:
-    """An incomplete body reserves its client's memory. Another body of the same client waits until the first is
-    complete."""
+    """An incomplete body reserves its client's memory: the client's other body waits until the first is complete."""
     content = json.dumps({"prompt": "a", "max_tokens": 1, "user": "a" * 300_000}).encode()
     with Served(*ROOM, "--max-body-memory", "1000000", "--client-timeout", "20") as server:
         host, _, port = server.root.rpartition("/")[2].rpartition(":")

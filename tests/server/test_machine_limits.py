@@ -1,5 +1,4 @@
-"""Limits of the machine: full disks, process limits, users without a home folder. Each error message is a single
-sentence."""
+"""Limits of the machine: full disks, process limits, users without a home folder. Errors are a single sentence."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ MAX_LENGTH = 500
 
 
 def run_serve(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a shell command that starts ``$SERVE`` (``penstock serve``); return its result. The server must fail to
-    start."""
+    """Run a shell command with ``$SERVE`` (``penstock serve``), which must fail to start; return its result."""
     variables = {**os.environ, **environment, "SERVE": shlex.join([*SERVE, "--port", "0", *SMALL])}
     return subprocess.run(["bash", "-c", command], env=variables, capture_output=True, text=True, timeout=120)
 

@@ -183,8 +183,7 @@ def test_endpoint_picker_metrics_have_single_series(served: Served) -> None:
 
 
 def test_metrics_aliases_option_limits_aliases() -> None:
-    """The server with ``--metrics-aliases routers`` has two engines; its ``vllm:`` metrics are those that routers
-    read."""
+    """With ``--metrics-aliases routers`` and two engines, the ``vllm:`` metrics are those that routers read."""
     flags = ("--num-gpu-blocks-override", "100", "--max-num-seqs", "2")
     with Served("--metrics-aliases", "routers", "--data-parallel-size", "2", "--server-dev-mode", *flags) as served:
         httpx.post(f"{served.url}/completions", json={"prompt": "Hi", "max_tokens": 2}, timeout=60).raise_for_status()

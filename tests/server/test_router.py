@@ -1,5 +1,4 @@
-"""A router and its instances as separate processes: answers equal to a single server's; instances join, leave and
-fail."""
+"""A router and its instances as processes: answers equal to a single server's; instances join, leave and fail."""
 
 from __future__ import annotations
 
@@ -69,8 +68,7 @@ class Deployment:
         self.router.find("waiting for instances")
 
     def instances(self, *roles: str, flags: tuple[str, ...] = ()) -> list[Served]:
-        """Start an instance for each role, and wait until all of them serve. The first call also waits for the
-        router."""
+        """Start an instance per role, and wait until all of them serve. The first call also waits for the router."""
         address = ("--router-address", f"127.0.0.1:{self.port}")
         started = [Served("--role", role, *BLOCKS, *address, *self.secret, *flags) for role in roles]
         entered = [self.stack.enter_context(server) for server in started]
@@ -155,9 +153,7 @@ def test_router_answers_equal_single_server(deployment: Deployment) -> None:
     assert answers == expected
     assert not deployment.router.pids["engine"]
     numbers = {"mixed": 0, "prefill": 1, "decode": 2}
-    assert httpx.get(f"{deployment.router.root}/registered_number").json() == numbers, (
-        "must equal the response of FastDeploy's router"
-    )
+    assert httpx.get(f"{deployment.router.root}/registered_number").json() == numbers, "must equal FastDeploy's"
     assert httpx.get(f"{deployment.prefill.root}/registered_number").status_code == 404
     page = httpx.get(f"{deployment.router.root}/metrics").text
     assert page.count("penstock:replica_kv_blocks{") == 3
@@ -308,8 +304,7 @@ def test_leaving_instance_answers_its_requests(deployment: Deployment) -> None:
 
 
 def test_instance_with_other_fingerprint_is_refused_or_reported(deployment: Deployment, tmp_path: Path) -> None:
-    """The first router rejects the instance. The second router allows it by ``--allow-fingerprint-mismatch`` and
-    reports it."""
+    """The first router rejects the instance, the second allows it by ``--allow-fingerprint-mismatch``."""
     before = deployment.states
     roles = {role: address for address, (role, _) in before.items()}
     with Served(
@@ -385,8 +380,7 @@ def test_contradictory_flags_are_refused(flags: str, message: str) -> None:
 
 @pytest.mark.thorough  # ZeroMQ takes seconds to notice a stopped process
 def test_full_queues_return_429_and_stopped_engine_is_avoided(tmp_path: Path) -> None:
-    """If all queues are full, a request gets 429 at once. Requests that a stopped engine has not started go to another
-    one."""
+    """If all queues are full, a request gets 429. Requests that a stopped engine has not started run elsewhere."""
     with Deployment(tmp_path) as deployment:
         flags = ("--max-num-seqs", "2", "--max-waiting", "2")
         _, stopped = deployment.instances("decode", "decode", flags=flags)

@@ -1,5 +1,4 @@
-"""Security settings of other systems: each is applied, refused, or ignored with a log message; none is ignored
-silently."""
+"""Security settings of other systems: each is applied, refused, or ignored with a log message; none silently."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ PEM = "/a/file.pem"
 CODE = "loading code is not supported"
 
 FLAGS: list[tuple[str, str, dict[str, Any] | str]] = [
-    # settings of vLLM and vLLM Ascend
-    *[
+    *[  # vLLM and vLLM Ascend
         (system, flags, outcome)
         for system in ("", "vllm", "ascend-vllm")
         for flags, outcome in [

@@ -520,8 +520,7 @@ def test_error_names_its_field_and_is_logged_once(server: Served, plain: httpx.C
     assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
     server.find(f"id={request_id}", after=line_count)
     plain.post("/v1/completions", json={}, headers={"X-Request-Id": f"after-{request_id}"})
-    # by then, all log lines of the first request have been read
-    server.find(f"id=after-{request_id}", after=line_count)
+    server.find(f"id=after-{request_id}", after=line_count)  # by then, the first request is logged
     (line,) = [line for line in server.lines[line_count:] if f"id={request_id} " in line]
     assert f"status={status}" in line
     reason = "prompt: has 3000 tokens" if name == "too long" else error["message"]
@@ -791,8 +790,7 @@ def test_body_beyond_limit_is_refused(strict: Served) -> None:
     assert httpx.post(f"{strict.url}/completions", content=allowed, headers=KEY).status_code == 200
     error = error_of(httpx.post(f"{strict.url}/completions", content=too_large, headers=KEY), 413)
     assert "at most 20000 bytes" in error["message"]
-    # the body is sent in chunks
-    error_of(httpx.post(f"{strict.url}/completions", content=iter([too_large]), headers=KEY), 413)
+    error_of(httpx.post(f"{strict.url}/completions", content=iter([too_large]), headers=KEY), 413)  # a chunked body
 
 
 def head(*lines: str, body: str = "") -> bytes:

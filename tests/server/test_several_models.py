@@ -172,8 +172,7 @@ def test_models_and_states_are_listed(
     ready_models = httpx.post(f"{served.root}/v2/repository/index", json={"ready": True}).json()
     assert {model["name"] for model in ready_models} == ready.keys()
     deadline = time.monotonic() + 30
-    # the engines report metrics once a second
-    while set(metric_by_model(served, "penstock:kv_blocks").values()) != {200}:
+    while set(metric_by_model(served, "penstock:kv_blocks").values()) != {200}:  # engines report once a second
         assert time.monotonic() < deadline
     assert metric_by_model(served, "penstock:kv_blocks").keys() == set(NAMES)
     before = metric_by_model(served, "penstock:generation_tokens")
@@ -354,8 +353,7 @@ def test_waiting_request_gets_error_when_model_load_fails(empty: tuple[Served, P
     responses: list[httpx.Response] = []
 
     def start_loading() -> tuple[threading.Thread, int]:
-        """Start to load the model and stop its engine with SIGSTOP; return the thread that waits for the response, and
-        the engine's pid."""
+        """Start to load the model and stop its engine by SIGSTOP; return the waiting thread and the engine's pid."""
         waiting = threading.Thread(target=lambda: responses.append(httpx.post(f"{model_url}/load", timeout=60)))
         waiting.start()
         wait(lambda: len(served.pids["engine"]) == 2)
@@ -483,8 +481,7 @@ def test_folder_of_checkpoints_is_a_model_repository(tmp_path: Path, alone: dict
         assert re.search(r"ready: penstock-demo, small at", "\n".join(served.lines))
         client = openai.OpenAI(base_url=served.url, api_key="none")
         assert {name: complete(client, name) for name in NAMES} == alone
-        # the first model is also served under the names of Triton's models
-        for path in ("small/unload", "tensorrt_llm/unload"):
+        for path in ("small/unload", "tensorrt_llm/unload"):  # Triton's names mean the first model
             answer = httpx.post(f"{served.root}/v2/repository/models/{path}")
             assert answer.status_code == 400 and "--model-control-mode explicit" in answer.json()["error"]
         httpx.post(f"{served.root}/v2/repository/models/small/load").raise_for_status()

@@ -160,8 +160,7 @@ def test_files_expire_after_requested_time(clients: list[openai.OpenAI]) -> None
 
 
 def test_expired_objects_are_removed(tmp_path: Path) -> None:
-    """An idle server removes expired rows and files. Its database is of an earlier version, without the column
-    ``size``."""
+    """An idle server removes expired rows and files. Its database is an earlier version, without a size column."""
     flags = ("--storage-dir", str(tmp_path), "--num-gpu-blocks-override", "100")
     with Served(*flags) as server:
         client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)

@@ -23,8 +23,7 @@ from serving import Served, Servers
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt install chromium)")
 PICTURES = Path(os.environ.get("PENSTOCK_PICTURES", ""))
-"""Folder for screenshots; empty: none are saved. ``PENSTOCK_PICTURES=docs`` renews the screenshots of the
-documentation."""
+"""Folder for screenshots; empty: none are saved. ``PENSTOCK_PICTURES=docs`` renews those of the documentation."""
 QUESTION, ANSWER = "What is the capital of Canada?", "Ottawa"
 LONG = {"max_tokens": 1500, "min_tokens": 1500}
 
