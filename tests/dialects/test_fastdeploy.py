@@ -48,7 +48,7 @@ def test_server_with_fastdeploy_ports_answers(tmp_path: Path) -> None:
         assert f"--{name} is ignored" in (tmp_path / "log").read_text()
 
 
-def test_defaults_are_fastdeploys() -> None:
+def test_defaults_equal_fastdeploy_defaults() -> None:
     found = configured()
     expected = {
         "port": 8000,

@@ -193,7 +193,7 @@ def test_referenced_items_count_towards_body_limit(tmp_path: Path) -> None:
 
 
 def test_only_reasoning_references_are_accepted_without_storage() -> None:
-    """AI SDK references reasoning items in each step of a tool loop: they are ignored. Other items are rejected."""
+    """Only references to reasoning items are ignored: AI SDK sends them in each step of a tool loop."""
 
     async def check() -> None:
         async with scripted_server(chat_template=TEMPLATE) as server:

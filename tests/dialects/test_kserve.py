@@ -242,7 +242,7 @@ def test_statistics_count_requests(served: Served, client: triton.InferenceServe
     begun = time.time_ns() // 10**6
     client.infer("tensorrt_llm_bls", text_inputs([PROMPT, PROMPT], 2))
     last = client.get_inference_statistics("tensorrt_llm_bls")["model_stats"][0]["last_inference"]
-    assert begun <= last <= time.time_ns() // 10**6, "milliseconds since 1970"
+    assert begun <= last <= time.time_ns() // 10**6, "last_inference must be in milliseconds since 1970"
     with pytest.raises(InferenceServerException):
         client.infer("tensorrt_llm_bls", text_inputs([PROMPT], 0))
     assert counts() == (before[0] + 2, before[1] + 1, before[2] + 1)

@@ -47,7 +47,7 @@ SCHEMAS = [*REQUESTS, MessagesRequest, ResponsesRequest, PaddleNLPRequest]
 
 
 def scalar_fields(schema: type[RequestBody]) -> Iterator[tuple[str, inspect.Type]]:
-    """Yield (name, type) of each supported field that is a number or a boolean, or one of these or null."""
+    """Yield (name, type) of each supported field with a number or boolean as its type, also if it can be null."""
     for field in inspect.type_info(schema).fields:  # type: ignore[attr-defined]
         if field.encode_name in schema.reading.unsupported:
             continue

@@ -104,7 +104,7 @@ def test_concurrent_streams_equal_sequential_streams(served: Served, client: tri
 
 
 def test_cancelled_stream_frees_req_id_and_kv_blocks(served: Served, client: triton.InferenceServerClient) -> None:
-    """The stream is cancelled in the way of PaddleNLP's client."""
+    """PaddleNLP's client cancels streams in this way."""
     endless = BODY | {"req_id": "mine", "min_dec_len": 1500, "max_dec_len": 1500}
     answers: queue.Queue[Any] = queue.Queue()
     client.start_stream(callback=lambda result, error: answers.put((result, error)))

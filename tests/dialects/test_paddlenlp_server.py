@@ -35,7 +35,7 @@ def free_port_variables() -> dict[str, str]:
 
 
 class Shell:
-    """Runs PaddleNLP's commands in a folder, with its own ports and runtime directory."""
+    """Runs PaddleNLP's commands in a folder, with separate ports and a separate runtime directory."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

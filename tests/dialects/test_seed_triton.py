@@ -236,9 +236,7 @@ def test_documented_request_is_answered(served: Served) -> None:
     expected = {"model_name": "ensemble", "model_version": "1", "sequence_id": 0}
     expected |= {"sequence_start": False, "sequence_end": False}
     assert found.items() >= expected.items()
-    assert (
-        found["text_output"] and "如何" not in found["text_output"]
-    )  # exclude_input_in_output:True removes the prompt
+    assert found["text_output"] and "如何" not in found["text_output"]  # exclude_input_in_output:True
 
 
 def test_stream_equals_whole_answer(served: Served) -> None:

@@ -132,7 +132,7 @@ def test_build_limits_set_server_limits(capsys: pytest.CaptureFixture[str], tmp_
     assert found["pretrained_config"]["checkpoint"] == str(demo.CHAT)
     repository = filled(write_templates(tmp_path / "a"), tmp_path / "engine", triton_max_batch_size="7")
     text = (repository / "tensorrt_llm" / "config.pbtxt").read_text()
-    (repository / "tensorrt_llm" / "config.pbtxt").write_text(text.replace('"1"', '""'))  # an empty value is unset
+    (repository / "tensorrt_llm" / "config.pbtxt").write_text(text.replace('"1"', '""'))  # max_beam_width is unset
     settings = config(capsys, "--model-repository", str(repository))
     assert {option: settings[option] for option, _ in LIMITS.values()} == dict(LIMITS.values())
     both = {"max_input_len": 60, "max_output_len": 40}

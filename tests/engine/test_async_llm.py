@@ -199,8 +199,8 @@ def test_requests_running_at_drain_timeout_fail() -> None:
 
 
 def test_stalled_engine_keeps_clients_and_deadlines() -> None:
-    """While the engine is stopped, keep-alive messages from its clients count, and both a running and a new request
-    time out."""
+    """While the engine is stopped, keep-alive messages of clients still count, and a running and a new request time
+    out."""
 
     async def stall() -> None:
         async with started() as llm:

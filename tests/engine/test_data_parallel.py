@@ -146,7 +146,7 @@ def test_dead_engine_fails_started_requests_only(served: Served) -> None:
 
 
 def test_adapters_are_loaded_in_every_engine(tmp_path: Path) -> None:
-    """An engine that restarts gets the adapters loaded and unloaded meanwhile, through either of two API gateways."""
+    """A restarted engine gets the adapters that were loaded meanwhile. Both API gateways can use them."""
     model = save(Qwen3Config(**SMALL, head_dim=16, sliding_window=None), tmp_path)
     get_peft_model(model, LoraConfig(r=3, init_lora_weights=False)).save_pretrained(tmp_path / "adapter")
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -254,7 +254,7 @@ def test_pydantic_model_is_used_as_schema(llm: LLM) -> None:
 
 
 def test_batch_does_not_change_constrained_outputs(llm: LLM) -> None:
-    """Logprobs, preemption and drafts change nothing, either. Without logprobs, forced tokens take no step."""
+    """Logprobs, preemption and drafts do not change them, either. Without logprobs, forced tokens take no step."""
     constraints = [*(constraint for constraint, _ in CONSTRAINTS.values()), guided(json=PERSON), None]
     params = [
         SamplingParams(guided_decoding=constraint, temperature=t, seed=7, max_tokens=80)
@@ -396,7 +396,7 @@ def test_number_of_a_looping_model_ends(llm: LLM, kind: str) -> None:
     jsonschema.validate(document, schema)
 
 
-def test_number_beyond_the_bound_is_written_where_the_schema_requires_it(llm: LLM) -> None:
+def test_number_beyond_bound_is_generated_if_schema_requires_it(llm: LLM) -> None:
     output = loop(llm, guided(json={"type": "string", "pattern": r"^\d{60}$"}), "9")
     assert json.loads(output.text) == "9" * 60
 
@@ -524,7 +524,7 @@ def children(pid: int) -> set[int]:
 
 
 @pytest.mark.parametrize("backend", ["xgrammar", "outlines", "lm-format-enforcer"])
-def test_other_backend_is_llguidance_with_a_log_line(backend: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_backend_is_replaced_by_llguidance_and_logged(backend: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         llm = LLM(num_gpu_blocks_override=100, guided_decoding_backend=backend)
     assert f"guided_decoding_backend {backend}: llguidance is used" in caplog.text

@@ -136,7 +136,7 @@ def test_fastdeploy_options_scale_and_normalize_logprobs(
         probabilities = probabilities.scatter(-1, order, probabilities.gather(-1, order).masked_fill(before >= 0.7, 0))
         probabilities /= probabilities.sum(-1, keepdim=True)
     for logprob, token, row in zip(choice.logprobs.token_logprobs, choice.token_ids, probabilities, strict=False):
-        if row[token] > 0:  # a token that only top_p at temperature 1 removes has probability 0
+        if row[token] > 0:  # 0 if top_p removes the token at temperature 1
             assert_close(logprob, row[token].log())
         else:
             assert logprob == -9999

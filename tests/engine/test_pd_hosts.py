@@ -119,6 +119,6 @@ def test_disconnected_hosts_are_lost_and_rejoin(hosts: Hosts) -> None:
 
 
 def test_engine_of_only_device_is_bound_to_all_cores(hosts: Hosts) -> None:
-    """The decode instance has the only device of its host. With several devices, they would divide the cores."""
+    """The decode instance has its host's only device. With several devices, each is bound to a part of the cores."""
     (engine,) = hosts.decode.pids["engine"]
     assert os.sched_getaffinity(engine) == os.sched_getaffinity(0)

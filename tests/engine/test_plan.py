@@ -184,7 +184,7 @@ def test_formulas_give_documented_numbers() -> None:
     assert CachePlan(1, 64, 1, 64, 1.0).max_num_seqs(2000) == 1
 
 
-def test_plan_for_given_gpu_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_uses_given_gpu_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(CONFIGS["llama"], tmp_path)
     found = planned(capsys, "--model", str(tmp_path), "--gpu-memory", "1", "--gpu-memory-utilization", "0.5")
     assert found["room_bytes"] == 2**29 - found["weight_bytes"]
@@ -204,7 +204,7 @@ def test_plan_for_given_gpu_memory(tmp_path: Path, capsys: pytest.CaptureFixture
     assert halved["room_bytes"] == pytest.approx((0.9 - 0.1) * 2**30 - halved["weight_bytes"], abs=2)
 
 
-def test_recommendations_follow_lengths(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recommendations_depend_on_input_and_output_length(capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, "--kv-cache-sequences", "40", "--input-len", "300", "--output-len", "1500")
     assert found["recommended"] == {
         "kv_cache_ratio": 0.167,

@@ -244,7 +244,7 @@ def test_slot_overwritten_during_read_is_detected(checkpoint: Path, secret: str)
 
 
 def test_prompt_without_prefill_engine_is_recomputed_or_fails(checkpoint: Path, secret: str) -> None:
-    """``kv_load_failure``: the decode engine recomputes the prompt, or the request fails. Both happen at once."""
+    """``kv_load_failure`` selects: the decode engine recomputes the prompt, or the request fails, without a timeout."""
     rng = Random("gone")
     requests = draw_long_requests(rng, 4)
     alone = run(start(checkpoint, "bfloat16 none auto", threads=1), requests)

@@ -171,7 +171,7 @@ def test_running_requests_finish_or_recompute_at_update(old: Path, new: Path, ru
 
 
 @pytest.mark.parametrize("method", ["draft_model", "mtp", "ngram"])
-def test_update_with_drafts_adapters_beams_and_several_sequences(method: str, tmp_path: Path) -> None:
+def test_update_with_drafts_adapters_and_beams_equals_new_engine(method: str, tmp_path: Path) -> None:
     """Requests that run during the update end without an error. Later requests have the bits of a new engine."""
     before = with_head(tmp_path / "before", accurate=True)
     after = perturbed(before, tmp_path / "after")

@@ -194,7 +194,7 @@ def test_allowed_origin_may_use_any_host_name(program: httpx.Client, origin: str
         ("https://llm:80", "llm", False),
     ],
 )
-def test_default_port_follows_scheme(program: httpx.Client, origin: str, host: str, is_own: bool) -> None:
+def test_default_port_depends_on_scheme(program: httpx.Client, origin: str, host: str, is_own: bool) -> None:
     assert is_refused(ask(program, "GET", "/server_info", origin=origin, host=host)) != is_own
 
 
@@ -331,7 +331,7 @@ def test_client_key_cannot_change_server_settings_over_grpc(stub: Any) -> None:
         (("--admin-api-key", "key-admin"), ADMIN, True),
     ],
 )
-def test_keys_allowed_to_change_server(flags: tuple[str, ...], headers: dict[str, str], allowed: bool) -> None:
+def test_admin_or_single_key_may_change_server(flags: tuple[str, ...], headers: dict[str, str], allowed: bool) -> None:
     from penstock.serve.http.middleware import ApiKeys
 
     options = dict(zip(flags[::2], flags[1::2], strict=True))
@@ -342,7 +342,7 @@ def test_keys_allowed_to_change_server(flags: tuple[str, ...], headers: dict[str
     assert client is not None and client.may_control == allowed
 
 
-def test_shared_memory_belongs_to_its_key(shared: Served, stub: Any) -> None:
+def test_shared_memory_is_accessible_to_its_key_only(shared: Served, stub: Any) -> None:
     place = "/v2/systemsharedmemory"
     memory = SharedMemory("test-access-region", create=True, size=64)
     try:

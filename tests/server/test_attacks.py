@@ -419,7 +419,7 @@ class ServedWithUnreadLog(Served):
 
 
 def test_unread_log_does_not_block_requests() -> None:
-    """All log lines are complete when the log is read later."""
+    """No log line is missing when the log is read later."""
     with ServedWithUnreadLog("--num-gpu-blocks-override", "200") as server:
         request_ids = [f"number-{number}" for number in range(200)]
         with httpx.Client() as client:

@@ -425,7 +425,7 @@ def test_grpc_message_beyond_the_limit_is_refused(served: Served, size: float, m
     assert message in refused.value.details()
 
 
-def test_grpc_limit_follows_context_length_and_option(tmp_path: Path) -> None:
+def test_grpc_limit_depends_on_context_length_and_option(tmp_path: Path) -> None:
     """The limit is 64 bytes per token: 4 MiB for a context of 65,536 tokens. It is set when the engine is ready."""
     shutil.copytree(demo.DRAFT, folder := tmp_path / "long")
     configuration = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 2**16}

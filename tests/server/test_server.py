@@ -447,7 +447,7 @@ def test_streamed_chat_contains_prompt_logprobs_and_token_ids(plain: httpx.Clien
 
 @given(st.text())
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=quiet)
-def test_tokenize_and_detokenize_round_trip(plain: httpx.Client, text: str) -> None:
+def test_detokenize_returns_tokenized_text(plain: httpx.Client, text: str) -> None:
     tokenized = plain.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
     assert tokenized["count"] == len(tokenized["tokens"]) == len(tokenized["token_strs"])
     assert plain.post("/detokenize", json={"tokens": tokenized["tokens"]}).json() == {"prompt": text, "content": text}
@@ -693,7 +693,7 @@ def test_wrong_paths_and_methods_give_openai_errors(plain: httpx.Client, method:
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/health", "/metrics", "/version", "/v2", "/openapi.json", "/nowhere"])
-def test_head_matches_get(plain: httpx.Client, path: str) -> None:
+def test_head_has_status_and_content_type_of_get(plain: httpx.Client, path: str) -> None:
     head, get = plain.head(path), plain.get(path)
     assert head.status_code == get.status_code and head.content == b""
     assert head.headers.get("content-type") == get.headers.get("content-type")

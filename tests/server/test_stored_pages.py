@@ -142,7 +142,7 @@ def test_pages_add_up_to_complete_list(
 
 
 def test_oversized_conversation_is_paged_but_refused_as_context(served: Served, folder: Path) -> None:
-    """Reading a page takes little memory. A response to the conversation is refused before its items are read."""
+    """Reading a page takes little memory. A response in the conversation is refused before its items are read."""
     client, (api,) = client_of(served), served.pids["api"]
     conversation = client.conversations.create(items=[message("a")])  # type: ignore[list-item]
     text = "x" * 2**20

@@ -94,7 +94,7 @@ def test_chat_shows_answer_logprobs_and_edit(servers: Servers, page: Page) -> No
     expect(page.locator("#prompt")).to_have_value(QUESTION)
 
 
-def test_request_as_curl_and_python_runs(servers: Servers, page: Page) -> None:
+def test_request_shown_as_curl_and_python_gets_same_answer(servers: Servers, page: Page) -> None:
     show(page, servers.get().root)
     page.fill("[name=system]", 'It\'s "you".')
     page.fill("[name=temperature]", "0")
@@ -187,7 +187,7 @@ def test_message_with_html_is_shown_as_text(servers: Servers, page: Page) -> Non
     assert page.title() == "Penstock"
 
 
-def test_api_key_is_asked_for_and_not_stored(page: Page) -> None:
+def test_api_key_is_requested_and_not_stored(page: Page) -> None:
     with Served("--api-key", "open sesame") as server:
         assert httpx.get(f"{server.root}/web/live").status_code == 401
         page.goto(server.root)
@@ -227,7 +227,7 @@ def test_live_view_shows_sequences_and_blocks(servers: Servers, page: Page) -> N
         expect(rows).to_have_count(4, timeout=30_000)
         expect(rows.first.locator("td").last).to_contain_text(
             ",", timeout=30_000
-        )  # shares blocks with several sequences
+        )  # the row lists several sequences that share its blocks
         expect(page.locator("#chart-tokens")).to_have_attribute("aria-label", re.compile("generated: now [1-9]"))
         page.check("#hold")
         rows.first.locator("button").click()

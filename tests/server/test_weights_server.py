@@ -219,7 +219,7 @@ def test_refused_weight_update_keeps_weights(
 
 @pytest.mark.row("vllm", "POST /sleep", "POST /wake_up", "GET /is_sleeping")
 @pytest.mark.row("vllm", "POST /pause", "POST /resume", "GET /is_paused")
-def test_sleep_and_pause_routes_of_vllm(served: Served, client: Client, oracles: tuple[Oracle, Oracle]) -> None:
+def test_vllm_routes_sleep_and_pause_engine(served: Served, client: Client, oracles: tuple[Oracle, Oracle]) -> None:
     old, _ = oracles
     stream = Stream(served, 20_000)
     assert client.ask("/pause") == {"status": "paused"}
@@ -258,7 +258,7 @@ def test_sleep_and_pause_routes_of_vllm(served: Served, client: Client, oracles:
     assert client.get("/ready").status_code == 200
 
 
-def test_weight_update_routes_of_sglang(
+def test_sglang_routes_update_weights(
     client: Client, folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]
 ) -> None:
     old, new = oracles
@@ -276,7 +276,7 @@ def test_weight_update_routes_of_sglang(
 
 @pytest.mark.row("fastdeploy", "/clear_load_weight", "/update_model_weight", "/v1/update_weights")
 @pytest.mark.row("fastdeploy", "/v1/pause", "/v1/resume", "/v1/is_paused", "/v1/sleep", "/v1/wakeup")
-def test_weight_update_routes_of_fastdeploy(
+def test_fastdeploy_routes_reload_weights(
     client: Client, folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]
 ) -> None:
     """The trainer overwrites the weights of the served folder, and the server loads them again."""
