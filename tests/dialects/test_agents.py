@@ -32,7 +32,7 @@ class Agent(NamedTuple):
     """The agent's tool call that runs the shell command ``SHELL``."""
     environment: Callable[[str], dict[str, str]] = lambda url: {}
     files: Callable[[str], dict[str, str]] = lambda url: {}
-    """Function from the server's URL to the files of the agent's home and working folder: content by path."""
+    """Files of the agent's home and working folder (content by path), as a function of the server's URL."""
 
 
 CODEX = """model = "default"
@@ -142,7 +142,7 @@ def program(name: str, package: str) -> Path:
     command = PROGRAMS / "node_modules" / ".bin" / name
     if not command.exists():
         if shutil.which("npm") is None:
-            pytest.skip("needs npm")
+            pytest.skip("needs npm (Debian: apt install npm)")
         PROGRAMS.mkdir(parents=True, exist_ok=True)
         subprocess.run(["npm", "install", "--no-audit", "--no-fund", "--prefix", PROGRAMS, package], check=True)
         for script in ("install.cjs", "postinstall.mjs"):  # these scripts link the program; npm may have skipped them

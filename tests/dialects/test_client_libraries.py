@@ -65,7 +65,7 @@ def test_llama_index_chats_calls_tools_and_embeds(servers: Servers, tmp_path: Pa
 
 def test_ai_sdk_generates_calls_tools_and_embeds(servers: Servers, tmp_path: Path) -> None:
     if shutil.which("npm") is None:
-        pytest.skip("needs npm")
+        pytest.skip("needs npm (Debian: apt install npm)")
     folder = BUILD / "ai_sdk"
     if not (folder / "complete").exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -113,7 +113,7 @@ def stored(folder: Path) -> Any:
 
 @pytest.mark.row("responses", "item_reference", "output")
 def test_item_references_equal_full_items(tmp_path: Path) -> None:
-    """References to input items, output items and conversation items are replaced by the items."""
+    """References to input, output and conversation items are replaced by the referenced items."""
 
     async def check() -> None:
         async with stored(tmp_path / "storage") as server:

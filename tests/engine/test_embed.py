@@ -94,7 +94,7 @@ def test_embeddings_equal_pooled_hidden_states_of_transformers(base: Path, pooli
     ids=str,
 )
 def test_embedding_bits_do_not_depend_on_batch(qwen3: Path, options: dict[str, Any]) -> None:
-    """Bits are the same next to generating requests, for any chunk size, with cached prefixes and after preemption."""
+    """Bits are the same in a batch with generating requests, for any chunk size, cached prefixes and preemption."""
     pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
     rng = Random("embed")
     requests: list[EngineRequest] = []

@@ -307,7 +307,7 @@ def test_fifth_of_sequences_is_preempted(checkpoint: Path) -> None:
 def test_reordered_sum_changes_results(checkpoint: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Linear layers sum in two parts if there is more than one row, as a batched library might: this is detected."""
     if cpu is None:
-        pytest.skip("replaces a CPU kernel")
+        pytest.skip("needs the CPU kernels, one of which is replaced")
     linear = cpu.linear
 
     def split_linear(x: torch.Tensor, matrix: Any, out_float32: bool = False, out: None = None) -> torch.Tensor:

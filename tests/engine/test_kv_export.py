@@ -62,7 +62,7 @@ def batch_of(tokens: Tensor, first: int, block_size: int) -> Batch:
 @pytest.mark.parametrize("quantization", ["", "int8", "fp8"])
 def test_imported_kv_gives_same_hidden_states(checkpoint: Path, ops: Ops, quantization: str) -> None:
     if quantization == "fp8" and ops.NAME == "cpu":
-        pytest.skip("fp8 is for GPUs")
+        pytest.skip("an fp8 KV cache needs a GPU")
     model = load_model(checkpoint, ops)
     layouts = model.transfer_layouts(SLOT_TOKENS, quantization)
     slots = -(-TOKENS // SLOT_TOKENS)

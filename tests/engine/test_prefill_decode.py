@@ -502,7 +502,7 @@ def test_wakeup_is_cleared_when_events_are_taken(checkpoint: Path, secret: str) 
             connector.poll()
             taken.set()
 
-        connector.activity.add_done_callback(take)  # runs in the thread that sets wakeup, before it has finished
+        connector.activity.add_done_callback(take)  # called by the thread that is setting wakeup
         cluster.add(draw_long_requests(rng, 1)[0])
         cluster.decode[0].step()
         assert taken.wait(10)

@@ -411,7 +411,7 @@ def test_penstock_as_engine_of_ray_serve_llm_gives_same_answers(servers: Servers
     0.137."""
     pytest.importorskip("ray.serve.llm", exc_type=ImportError)
     if tuple(map(int, fastapi.__version__.split(".")[:2])) >= (0, 137):
-        pytest.skip("Ray Serve LLM's OpenAI application does not answer under this FastAPI")
+        pytest.skip("Ray Serve LLM's OpenAI application needs FastAPI below 0.137")
     served = servers.get(*BLOCKS)
     ingress = {"num_replicas": 1, "autoscaling_config": None}
     args = {"llm_configs": [SMALL], "ingress_deployment_config": ingress}

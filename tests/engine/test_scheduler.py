@@ -497,7 +497,7 @@ def test_aborted_waiting_requests_leave_nothing_in_queue(policy: str) -> None:
     grammar: Future[Any] = Future()
 
     def unused(sequence: Sequence, result: Any) -> None:
-        raise AssertionError("the grammar is never compiled")
+        raise AssertionError("a grammar that is never compiled was used")
 
     names = {f"{policy} {number}": number for number in range(2, 2002)}  # no other test uses these request ids
     for name, number in names.items():

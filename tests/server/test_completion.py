@@ -48,7 +48,7 @@ def test_zsh_and_fish_complete_options(shell: str, tmp_path: Path) -> None:
     completion = run_in_process(main, "completion", shell).stdout
     assert "kv-cache-dtype" in completion and "int8" in completion
     if shutil.which(shell) is None:
-        pytest.skip(f"no {shell}")
+        pytest.skip(f"{shell} is not installed")
     path = tmp_path / "script"
     path.write_text(completion)
     start, load = {
