@@ -1,4 +1,4 @@
-"""SGLang's endpoints for RL trainers: update weights from disk, release and resume memory, pause generation."""
+"""SGLang's endpoints for RL trainers: update weights from disk, free and restore memory, pause generation."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from .operations import Operator
 UNSUPPORTED = {
     "weight_version": Unsupported("the version is computed from the weights; GET /v1/weights returns it"),
     "load_format": Unsupported("only safetensors is supported", ("safetensors",)),
-    "is_async": Unsupported("the response is sent once the new weights are in use", (False,)),
+    "is_async": Unsupported("the response is always sent after the new weights are in use", (False,)),
     "flush_cache": Unsupported("prefixes cached with other weights are never reused", (True,)),
 }
 MODES: dict[str, PauseMode] = {"abort": "abort", "in_place": "keep", "retract": "keep"}
+"""SGLang's pause mode → pause mode of the engine."""
 
 
 class UpdateFromDisk(RequestBody, kw_only=True, forbid_unknown_fields=True):

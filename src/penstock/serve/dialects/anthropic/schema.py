@@ -1,4 +1,4 @@
-"""Anthropic's requests and responses: a message, or the events of a streamed one."""
+"""Requests, responses and stream events of Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Block(msgspec.Struct, kw_only=True):
     is_error: bool | None = None
     citations: list[Any] | dict[str, Any] | None = None
     cache_control: dict[str, Any] | None = None
-    """Ignored, like the three fields above."""
+    """Ignored, like ``signature``, ``is_error`` and ``citations``."""
 
 
 class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -112,7 +112,7 @@ class ContextManagement(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 class CountTokensRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
-    """The fields that determine the prompt."""
+    """Request to count tokens: the fields that determine the prompt."""
 
     reading: ClassVar = Reading(unsupported=UNSUPPORTED)
 
@@ -251,8 +251,8 @@ class AnthropicErrorFormat(ErrorFormat):
 
 
 ERROR_FORMAT = AnthropicErrorFormat()
-"""Error format until the request is parsed."""
+"""Error format of requests that are not parsed yet."""
 PARSED_ERROR_FORMAT = AnthropicErrorFormat(
     {"prompt": "messages", "stop": "stop_sequences", "response_format": "output_config.format"}
 )
-"""Error format after that: field names of chat requests are replaced by those of Messages requests."""
+"""Error format of parsed requests: field names of chat requests are replaced by field names of Messages requests."""
