@@ -282,14 +282,15 @@ def test_waiting_request_times_out(served: Served) -> None:
         for name in ("timeout", "response_timeout"):
             late = f"late {name}"  # unique: messages of the two API processes may arrive out of order
             answer = ask(served, text="a", req_id=late, **{name: 0.2})
-            message = "timeout: no output for 0.2 seconds"
+            message = "timeout: no output for 0.2 seconds; retry, or send a longer timeout"
             assert answer.json() == {"req_id": late, "error_msg": message, "error_code": 408}
 
 
 def test_response_timeout_limits_whole_answer_but_not_stream(served: Served) -> None:
     """Each chunk of a stream is an output; a whole answer is one output, although its tokens arrive one by one."""
     answer = ask(served, **ENDLESS, req_id="slow", response_timeout=0.2).json()
-    assert answer == {"req_id": "slow", "error_msg": "timeout: no output for 0.2 seconds", "error_code": 408}
+    message = "timeout: no output for 0.2 seconds; retry, or send a longer timeout"
+    assert answer == {"req_id": "slow", "error_msg": message, "error_code": 408}
     begun, long = time.monotonic(), ENDLESS | {"min_dec_len": 700, "max_dec_len": 700}
     lines(served, **long)
     less = 0.75 * (time.monotonic() - begun)  # less than the whole stream takes, far more than one chunk

@@ -92,8 +92,7 @@ class DialectRoutes:
     def endpoint(
         self, schema: type[T], answer: Callable[[T, RequestRecord, int], Response], media: bool = False
     ) -> Endpoint:
-        """Make an endpoint that parses the body and returns ``answer(request, record, size)``. Arguments and errors are
-        those of ``handle``."""
+        """Make an endpoint that returns ``answer`` of the parsed body. Arguments and errors are those of ``handle``."""
 
         @wraps(answer)
         async def handled(raw_request: Request) -> Response:

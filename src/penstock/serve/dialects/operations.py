@@ -48,8 +48,7 @@ class Operator:
         self._manager = manager
 
     def models(self, request: Request) -> list[ServedModel]:
-        """The model in the query (``?model=``), or all models without one. Raises ``PenstockError`` if the model is not
-        served."""
+        """The model in the query (``?model=``), by default all models. Raises ``PenstockError`` if it is not served."""
         if (name := request.query_params.get("model")) is not None:
             return [self.served_models.find(name)]
         return list(self.served_models)
@@ -60,20 +59,14 @@ class Operator:
             await self._manager.operate(service, operation)
 
     async def reload(self, service: ServedModel, path: str, running: WeightUpdateMode = "finish") -> EngineState:
-        """Reload the weights of a model; returns its new state.
-
-        Args:
-            path: folder of a checkpoint; empty: reload the checkpoint in use.
-
-        Raises ``PenstockError`` if the folder is not allowed, or the reload fails.
-        """
+        """Reload the weights of a model from ``path`` (empty: the folder in use); returns its new state. Raises
+        ``PenstockError`` if the path is not allowed, or the reload fails."""
         folder = self._allowed(service, path) if path else ""
         await self._manager.operate(service, UpdateWeights(folder, running))
         return state_of(service)
 
     def _allowed(self, service: ServedModel, path: str) -> str:
-        """Resolve a path sent by a client. Raises ``PenstockError`` (``invalid``) if clients may not load weights from
-        there."""
+        """Resolve a client's path. Raises ``PenstockError`` (``invalid``) if clients may not load weights from it."""
         try:
             folder = Path(path).resolve()
         except (OSError, ValueError, RuntimeError):

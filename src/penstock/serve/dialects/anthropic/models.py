@@ -1,5 +1,4 @@
-"""``/v1/models`` in Anthropic's format, for requests with the header ``anthropic-version``. Without that header, the
-same path returns OpenAI's format."""
+"""``/v1/models`` in Anthropic's format, for requests with ``anthropic-version``; OpenAI's clients use the same path."""
 
 from __future__ import annotations
 

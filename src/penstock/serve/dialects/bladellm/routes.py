@@ -113,8 +113,7 @@ class BladeChatHandler(_BladeHandler, ChatHandler):
 
 
 class BladeLLM(SharedPathDialect):
-    """BladeLLM's dialect, selected by an ``Authorization`` header with a token but no scheme (Alibaba EAS), or by
-    ``--compat bladellm``."""
+    """BladeLLM's dialect, selected by ``--compat`` or an ``Authorization`` header without a scheme (Alibaba EAS)."""
 
     error_format = ERROR_FORMAT
 

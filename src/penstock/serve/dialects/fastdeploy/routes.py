@@ -103,8 +103,7 @@ class FastDeployChatHandler(_Handler, ChatHandler):
         """Do nothing: the prompt is in each choice."""
 
     async def document(self, choices: Any, outputs: list[RequestOutput]) -> Any:
-        """Add the counts of image and video tokens: 0, or null if the model takes images, as these tokens are not
-        counted separately."""
+        """Set image and video tokens to 0, or to null if the model takes images (they are not counted separately)."""
         answer: Any = await super().document(choices, outputs)
         details = answer.usage.prompt_tokens_details
         details.image_tokens = details.video_tokens = None if self.service.sees_images else 0

@@ -16,8 +16,7 @@ def from_fields(model: Model, document: dict[str, Any], unknown: UnknownFields) 
     """Parse a JSON object with one field per input. Inputs may also be in the field ``parameters``.
 
     Args:
-        unknown: collects fields that are not inputs. Triton passes such fields to the model as request parameters; the
-            models here have none.
+        unknown: collects fields that are not inputs. Triton passes them to the model; Penstock's models ignore them.
 
     Raises ``PenstockError`` (``invalid``).
     """

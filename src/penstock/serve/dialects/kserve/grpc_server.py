@@ -54,7 +54,7 @@ STATUS = {
     Code.INTERNAL: grpc.StatusCode.INTERNAL,
     Code.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
 }
-UNREADABLE = Failure(Code.INVALID, "body: is not a valid request message of this method", "body")
+UNREADABLE = Failure(Code.INVALID, "body: is not a valid message of this method", "body")
 SLACK = 2**20
 """Bytes added to gRPC's message size limit: messages up to 1 MiB above the limit get this server's error message."""
 MAX_STREAM_REQUESTS = 256
@@ -97,8 +97,7 @@ class GrpcServer:
         self._starting = asyncio.Lock()
         self._max_size = 0
         self._servers: list[Any] = []
-        """gRPC servers. The last one listens; earlier ones only finish the calls that were open when the message size
-        limit was raised."""
+        """gRPC servers. The last one listens; the others finish calls that were open when the size limit was raised."""
         repository.served_models.ready_hooks.append(self.start)
 
     async def start(self) -> None:
@@ -446,8 +445,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
     @asynccontextmanager
     async def authorized_request(self, context: Any, method: str, quiet: bool = False) -> AsyncIterator[RequestRecord]:
-        """Check the API key of a call, and yield its record. A ``PenstockError`` sets the status of the call; the call
-        is logged.
+        """Check the API key of a call, yield its record, and log it. A ``PenstockError`` sets the status of the call.
 
         Args:
             quiet: log successful calls at level debug.

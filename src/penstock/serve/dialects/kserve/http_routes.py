@@ -369,8 +369,7 @@ def parse(head: bytes, raw: bytes, memory: SharedMemory, unknown: UnknownFields)
             inputs.append(from_json(name, given.get("datatype"), given.get("shape"), given.get("data", [])))
             continue
         if type(size) is not int or not 0 <= size <= len(raw) - offset:
-            remaining = len(raw) - offset
-            message = f"binary_data_size must be from 0 to {remaining} (remaining bytes of the body)"
+            message = f"binary_data_size must be from 0 to {len(raw) - offset} (the remaining bytes of the body)"
             raise invalid(name, f"{message}, is {str(size)[:50]}")
         inputs.append(from_bytes(name, given.get("datatype"), given.get("shape"), raw[offset : offset + size]))
         offset += size

@@ -129,8 +129,7 @@ async def unload_model(repository: ModelRepository, name: str, parameters: Mappi
 def max_batch_size_override(parameters: Mapping[str, Any]) -> int | None:
     """The ``max_batch_size`` in the configuration of a load request; all other fields are ignored.
 
-    Raises ``PenstockError`` if the configuration is invalid, or has ``parameters`` (they are set when the server
-    starts).
+    Raises ``PenstockError`` if the configuration is invalid, or has ``parameters`` (set when the server starts).
     """
     for name in parameters:
         if name.startswith("file:"):
@@ -144,7 +143,7 @@ def max_batch_size_override(parameters: Mapping[str, Any]) -> int | None:
     except (msgspec.DecodeError, RecursionError) as error:
         raise invalid("config", f"is not JSON: {error}") from error
     if not isinstance(config, dict):
-        raise invalid("config", f"must be a string with a JSON object, is {str(given)[:50]!r}")
+        raise invalid("config", f"must be a JSON object as a string, is {str(given)[:50]!r}")
     max_batch_size = None
     for name, value in config.items():
         if name not in MODEL_CONFIG:

@@ -50,8 +50,7 @@ class LogSettings:
         return {**self._initial, **changed}
 
     def check(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Validate changes of log settings; returns the changes to apply. Raises ``PenstockError`` for an invalid
-        setting or value."""
+        """Validate log settings; returns the changes. Raises ``PenstockError`` for an invalid name or value."""
         result = {}
         for name, value in changes.items():
             _check_known(name, value, self._initial)
@@ -98,8 +97,7 @@ def trace_settings(changed: Mapping[str, Mapping[str, Any]], model: str = "") ->
 
 
 def check_trace(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Validate changes of trace settings (None resets a setting); returns the changes to apply. Raises
-    ``PenstockError`` for an invalid setting or value."""
+    """Validate trace settings; returns the changes (None: reset). Raises ``PenstockError`` for invalid settings."""
     result: dict[str, Any] = {}
     for name, value in changes.items():
         _check_known(name, value, TRACE)

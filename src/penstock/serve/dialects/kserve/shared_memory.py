@@ -91,8 +91,7 @@ class SharedMemory:
             state.regions[self._full_name(name)] = region
 
     def unregister(self, name: str = "") -> None:
-        """Unregister the client's region ``name``, or all its regions if empty. An unknown name is ignored, as in
-        Triton."""
+        """Unregister a region of the client, or all if ``name`` is empty. Unknown names are ignored, as in Triton."""
         self._check()
         if self._regions(name):
             with self._shared.update() as state:
@@ -100,8 +99,7 @@ class SharedMemory:
                     state.regions.pop(each, None)
 
     def status(self, name: str = "") -> list[dict[str, Any]]:
-        """Status of one region of the client, or of all if ``name`` is empty, in the protocol's format. Raises
-        ``PenstockError`` (``not_found``) for an unknown name."""
+        """Status of a region of the client, or all if ``name`` is empty. Raises ``PenstockError`` (``not_found``)."""
         regions = self._regions(name)
         if name and not regions:
             message = f"Unable to find system shared memory region: '{name[:100]}'"
@@ -181,8 +179,8 @@ def is_loopback(host: str) -> bool:
 
 @contextmanager
 def _opened(region: Region, how: int) -> Iterator[int]:
-    """Open the shared memory object of a region, and yield the file descriptor. Raises ``PenstockError`` (``invalid``)
-    if the object is missing, or smaller than the region."""
+    """Open the shared memory object of a region; yields the file descriptor. Raises ``PenstockError`` (``invalid``) if
+    the object is missing, or smaller than the region."""
     try:
         file = os.open(FOLDER / region.key, how | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:

@@ -76,15 +76,14 @@ def check_shape(name: str, shape: Any) -> tuple[int, ...]:
     if len(shape) > MAX_RANK:
         raise invalid(name, f"has {len(shape)} dimensions; the maximum is {MAX_RANK}", MAX_RANK)
     if shape and max(shape) > MAX_DIMENSION:
-        raise invalid(name, f"has a dimension of size {max(shape)}; the maximum is {MAX_DIMENSION}", MAX_DIMENSION)
+        raise invalid(name, f"has a dimension larger than {MAX_DIMENSION}: {max(shape)}", MAX_DIMENSION)
     return tuple(shape)
 
 
 def from_json(name: str, datatype: Any, shape: Any, data: Any) -> Tensor:
     """Make a tensor from decoded JSON, a nested or flat list of elements.
 
-    Raises ``PenstockError`` (``invalid``) if an element does not match the datatype, or the number of elements does not
-    match the shape.
+    Raises ``PenstockError`` (``invalid``) if the elements do not match the datatype, or do not fill the shape.
     """
     _check_datatype(name, datatype)
     elements = [_element(name, datatype, value) for value in _flatten(data)]
@@ -92,8 +91,7 @@ def from_json(name: str, datatype: Any, shape: Any, data: Any) -> Tensor:
 
 
 def from_bytes(name: str, datatype: Any, shape: Any, raw: bytes) -> Tensor:
-    """Make a tensor from little-endian bytes. Raises ``PenstockError`` (``invalid``) if the bytes do not match datatype
-    and shape."""
+    """Make a tensor from little-endian bytes. Raises ``PenstockError`` (``invalid``) if they do not fill the shape."""
     _check_datatype(name, datatype)
     if datatype == BYTES:
         return _checked(Tensor(name, datatype, check_shape(name, shape), _texts(name, raw)))
@@ -105,8 +103,7 @@ def from_bytes(name: str, datatype: Any, shape: Any, raw: bytes) -> Tensor:
 
 
 def from_elements(name: str, datatype: Any, shape: Any, elements: list[Any]) -> Tensor:
-    """Make a tensor from a flat list of elements. Raises ``PenstockError`` (``invalid``) if the number of elements does
-    not match the shape."""
+    """Make a tensor from a flat list. Raises ``PenstockError`` (``invalid``) if the elements do not fill the shape."""
     _check_datatype(name, datatype)
     return _checked(Tensor(name, datatype, check_shape(name, shape), elements))
 

@@ -94,7 +94,7 @@ def _encode_mixed(parts: list[str | int], encode: Callable[[str, bool], list[int
 
 async def _logit_bias(given: Mapping[str, float | bool] | list[Any], gateway: Gateway) -> dict[str, Any]:
     if len(given) > (limit := MAX_ENTRIES["logit_bias"]):
-        raise invalid("logit_bias", f"has {len(given)} entries; the maximum is {limit}", limit)
+        raise invalid("logit_bias", f"must have at most {limit} entries, has {len(given)}", limit)
     entries = list(given.items() if isinstance(given, Mapping) else given)
     size = sum(len(token) for token, _ in entries if isinstance(token, str))
     biases: dict[int, float] = {}

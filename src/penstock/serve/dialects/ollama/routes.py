@@ -251,7 +251,8 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
         return JSONResponse({"version": VERSION})
 
     async def unsupported(raw_request: Request) -> Response:
-        message = f"{raw_request.url.path}: is not supported; set models at the start (penstock serve --model)"
+        path, hint = raw_request.url.path, "models are set when the server starts (penstock serve --model)"
+        message = f"{path}: not supported; {hint}"
         raise PenstockError(Code.UNSUPPORTED, message)
 
     chat_endpoint = api.endpoint(ChatRequest, chat, media=True)

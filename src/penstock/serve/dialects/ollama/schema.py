@@ -1,5 +1,4 @@
-"""Ollama's requests and responses: JSON objects, one per line in a stream. A null field of a request counts as
-absent."""
+"""Ollama's requests and responses: JSON objects, one per line in a stream. A null request field counts as absent."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""OpenAI's batch format: one request per input line, and one result per output line. Response bodies are the same as
-over HTTP."""
+"""OpenAI's batch format: one request per input line, and one result (a response as over HTTP) per output line."""
 
 from __future__ import annotations
 

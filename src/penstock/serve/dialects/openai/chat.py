@@ -148,8 +148,7 @@ class ChatHandler(ChoiceHandler, ChatGeneration):
         return choice
 
     def _reason(self, completion: CompletionOutput, called: bool) -> Reason:
-        """The ``finish_reason``. As in OpenAI's API, it is ``stop``, not ``tool_calls``, if ``tool_choice`` names a
-        tool."""
+        """OpenAI's ``finish_reason``; after tool calls, ``tool_calls``, or ``stop`` if ``tool_choice`` names a tool."""
         if completion.finish_reason == "stop":
             return "tool_calls" if called and not isinstance(self.request.tool_choice, NamedTool) else "stop"
         return "length"

@@ -240,8 +240,7 @@ class FunctionDelta(msgspec.Struct, kw_only=True):
 
 
 class ToolCallDelta(msgspec.Struct, kw_only=True):
-    """New part of a tool call. The first delta has the id, type and name of the call; each delta has a part of the
-    arguments."""
+    """New part of a tool call: id, type and name in the first delta of the call, and a part of the arguments."""
 
     index: int
     id: str | UnsetType = UNSET

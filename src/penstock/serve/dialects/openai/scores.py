@@ -169,7 +169,7 @@ class ScoreHandler(_PairHandler):
             [text] if isinstance(text := require(getattr(request, name), name), str) else text for name in names
         )
         if len(first) not in (1, len(second)):
-            message = f"has {len(second)} texts; {names[0]} must have 1 or {len(second)} texts, has {len(first)}"
+            message = f"has {len(second)} texts, {names[0]} has {len(first)}; {names[0]} must have as many, or one"
             raise invalid(names[1], message, len(first))
         super().__init__(service, record, request, names, first, second)
 
@@ -226,7 +226,7 @@ def _text_fields(request: ScoreRequest) -> tuple[str, str]:
     given_fields = {name for sides in TEXT_PAIRS for name in sides if getattr(request, name) is not None}
     result = next((sides for sides in TEXT_PAIRS if given_fields.issubset(sides)), None)
     if result is None:
-        found = ", ".join(sorted(given_fields)) or "no texts"
+        found = " and ".join(sorted(given_fields))
         message = f"use either text_1 and text_2, or queries and documents; the request has {found}"
         raise invalid(max(given_fields), message)
     return result

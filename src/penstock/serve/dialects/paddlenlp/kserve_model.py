@@ -68,7 +68,7 @@ def _request_document(raw: bytes) -> dict[str, Any]:
     """The request in ``IN``. Raises ``PenstockError`` (``invalid``) unless it is a list with one object."""
     result = decode_json(raw, "IN")
     if not isinstance(result, list) or len(result) != 1 or not isinstance(result[0], dict):
-        raise invalid("IN", f"must be a JSON list with one request (an object), is {str(result)[:50]!r}")
+        raise invalid("IN", f"must be a list with one request (an object), is {str(result)[:50]!r}")
     return result[0]
 
 

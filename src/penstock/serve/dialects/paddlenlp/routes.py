@@ -114,8 +114,8 @@ class PaddleNLPHandler(GenerationHandler):
         return self._with_deadline(self.generate(prompt, external_id=self._request.req_id or ""))
 
     async def _with_deadline(self, stream: AsyncGenerator[Output, None]) -> AsyncGenerator[Output, None]:
-        """Yield the outputs of ``stream``. Raises ``PenstockError`` (``timeout``), even if the engine hangs, if the next
-        chunk of a stream, or with ``timeout`` a full response, takes too long."""
+        """Yield the outputs of ``stream``. Raises ``PenstockError`` (``timeout``) if the next chunk of a stream, or a
+        full response with ``timeout``, takes too long, even if the engine hangs."""
         request = self._request
         in_chunks = request.stream and not request.return_all_tokens and not self.service.options.disable_streaming
         async with aclosing(stream):
@@ -134,11 +134,11 @@ class PaddleNLPHandler(GenerationHandler):
             async with asyncio.timeout(self._deadline - time.monotonic()):
                 yield
         except TimeoutError as error:
-            message = f"timeout: no output for {self._limit:g} seconds (the limit); send a longer timeout, or retry"
+            message = f"timeout: no output for {self._limit:g} seconds; retry, or send a longer timeout"
             raise PenstockError(Code.TIMEOUT, message, "timeout", self._limit) from error
 
     async def _prompt(self) -> TokenizedPrompt:
-        """Tokenize the prompt. Raises ``PenstockError`` (``invalid``) if ``max_dec_len`` exceeds the rest of the context."""
+        """Tokenize the prompt. Raises ``PenstockError`` (``invalid``) if it leaves less than ``max_dec_len`` tokens."""
         request, gateway = self._request, self.service.gateway
         if self._messages:
             prompt = await gateway.chat_prompt(self._messages, self._size, {}, client=self.record.sender)

@@ -60,8 +60,7 @@ class Request(RequestBody, kw_only=True, forbid_unknown_fields=True):
 
     stream: bool | None = None
     timeout: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    """Maximum time in seconds until the next chunk of a stream, or until a full response. Default: 300 until the next
-    token."""
+    """Maximum seconds until the next chunk of a stream, or until a full response. Default: 300 until the next token."""
     response_timeout: Annotated[float, msgspec.Meta(gt=0)] | None = None
     """Name of ``timeout`` in PaddleNLP's gRPC client."""
     return_usage: bool | None = None
@@ -107,8 +106,8 @@ def parse(fields: dict[str, Any], unknown: UnknownFields) -> Request:
     Args:
         unknown: collects unknown fields.
 
-    Raises ``PenstockError`` (``invalid``) for wrong types, values out of range, contradictory fields, and (if ``unknown``
-    is strict) unknown fields.
+    Raises ``PenstockError`` (``invalid``) for wrong types, values out of range, contradictory fields, and unknown
+    fields if ``unknown`` is strict.
     """
     request = convert(fields, Request, unknown)
     given = [name for name in PROMPTS if getattr(request, name) is not None]

@@ -98,8 +98,7 @@ def to_chat_request(request: CountTokensRequest, variables: Collection[str], ima
         variables: variables that the model's chat template reads.
         images: allow images in messages and function call outputs.
 
-    Raises ``PenstockError``: ``invalid`` for contradictory fields, ``unsupported`` for content other than text and
-    images.
+    Raises ``PenstockError``: ``invalid`` for contradictory fields, ``unsupported`` except for text and images.
     """
     messages: list[dict[str, Any]] = []
     if request.instructions:

@@ -33,8 +33,7 @@ class ResponseHandler(ChatGeneration):
     """Handler of one Responses request.
 
     Args:
-        save: stores the finished response (a ``ResponseSaver``); returns True if the response object was stored, False
-            if only the conversation was extended.
+        save: stores the finished response (a ``ResponseSaver``); returns True if the response object was stored.
         stores: True if the response object is going to be stored.
     """
 

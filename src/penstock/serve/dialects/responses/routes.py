@@ -116,7 +116,7 @@ class ResponsesRoutes:
         if request.stream:
             raise invalid("stream", "cannot be combined with background; retrieve the response instead")
         if saver is None or not stored:
-            raise invalid("background", "requires a stored response, but store is false; set store to true")
+            raise invalid("background", "requires a stored response, but store is false; leave store out, or set it true")
         return Json(await self.background.start(service, handler, saver))
 
     async def count_input_tokens(self, raw_request: Request) -> Response:
@@ -163,8 +163,7 @@ class ResponsesRoutes:
         return msgspec.structs.replace(request, input=items), service, size
 
     async def _with_conversation(self, request: T, size: int, record: RequestRecord) -> tuple[T, int]:
-        """Put the items of the conversation before the input of a request; returns the request, and its new approximate
-        number of characters."""
+        """Put the items of the conversation before the input; returns the request and its new number of characters."""
         if self._stores is None:
             return request, size
         models = self._served_models

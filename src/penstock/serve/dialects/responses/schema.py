@@ -11,10 +11,7 @@ from penstock.serve.dialects.openai.schema import Metadata
 from penstock.serve.http.body import Reading, RequestBody, Unsupported
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-STATELESS = (
-    "the server keeps no state between requests: send the whole conversation as input, or start the server with "
-    "--storage-dir"
-)
+STATELESS = "the server keeps no state between requests: send the conversation as input, or start it with --storage-dir"
 NO_STORAGE = "the server stores no responses: send false, or start the server with --storage-dir"
 STORED_FIELDS = {
     "previous_response_id": Unsupported(STATELESS),
@@ -131,8 +128,7 @@ class CountTokensRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
     previous_response_id: Annotated[str, msgspec.Meta(max_length=160)] | None = None
     """Id of a stored response whose conversation ``input`` continues."""
     conversation: str | ConversationReference | None = None
-    """Id of a stored conversation. Its items are put before ``input``; the input and output items of this request are
-    added to the conversation."""
+    """Id of a conversation. Its items are put before ``input``; input and output are added to the conversation."""
 
 
 def conversation_of(request: CountTokensRequest) -> str | None:

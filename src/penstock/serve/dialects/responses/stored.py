@@ -197,8 +197,7 @@ async def _is_wanted(store: ResponseStore, owner: str, name: str) -> bool:
 
 
 def conversation_items(items: list[Document]) -> list[Document]:
-    """Complete items of a request or response for a conversation: add new ids and a status, and convert content to a
-    list of parts."""
+    """Complete items for a conversation: add new ids and a status, and convert the content to a list of parts."""
     return [_complete(item) for item in items]
 
 

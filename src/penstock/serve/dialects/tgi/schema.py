@@ -56,8 +56,7 @@ class Grammar(msgspec.Struct, kw_only=True):
 
     type: Literal["json", "json_schema", "regex"]
     value: str | dict[str, Any]
-    """``json``: a JSON Schema; ``json_schema``: an object with a JSON Schema in the field ``schema``; ``regex``: a
-    regular expression."""
+    """``json``: a JSON Schema; ``json_schema``: an object with a JSON Schema as ``schema``; ``regex``: a pattern."""
 
 
 class Parameters(msgspec.Struct, kw_only=True):

@@ -28,8 +28,7 @@ from ..openai.schema import ErrorResponse, error_of
 
 PATH = "/generate"
 FULL_RATE_BYTES = 2**24
-"""Number of bytes of a stream up to which an object is sent for each step. Each object repeats the prompt and all text
-so far."""
+"""Bytes of a stream up to which an object is sent for each step. Each object repeats the prompt and all text so far."""
 MIN_GROWTH = 17 / 16
 """Minimum ratio of the size of an object to the size of the previous object, beyond ``FULL_RATE_BYTES``."""
 IGNORED = frozenset(("logprobs", "prompt_logprobs"))
@@ -136,8 +135,8 @@ class GenerateHandler(GenerationHandler):
         return encode(self._response(outputs[0]))
 
     async def format_chunk(self, index: int, output: RequestOutput) -> bytes:
-        """Encode an object with all text so far. Beyond ``FULL_RATE_BYTES``, it is sent only if it has grown by a factor
-        of ``MIN_GROWTH``: thus a stream is at most a small multiple of the size of its last object."""
+        """Encode an object with all text so far. Beyond ``FULL_RATE_BYTES``, it is sent only if it has grown by a
+        factor of ``MIN_GROWTH``, so that a stream is at most a small multiple of the size of its last object."""
         texts = [completion.text for completion in output.outputs]
         size = sum(map(len, texts)) + len(texts) * len(self._request.prompt)
         is_slowed = self._sent > FULL_RATE_BYTES and not output.finished

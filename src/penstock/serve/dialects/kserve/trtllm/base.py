@@ -110,8 +110,7 @@ class SequenceResponse(NamedTuple):
 class GenerationModel(Model):
     """A model that generates text or token ids. With the input ``stream``, the output of each step is a response.
 
-    In decoupled calls, each response has one sequence of a row, or all beams of a row, as in TensorRT-LLM. In other
-    calls, one response has all sequences.
+    As in TensorRT-LLM, a response of a decoupled call has one sequence, or all beams of a row.
     """
 
     names: ClassVar[InputNames]
@@ -141,12 +140,7 @@ class GenerationModel(Model):
     def output_tensors(
         self, call: ModelCall, responses: list[SequenceResponse], rows: int, streamed: bool
     ) -> list[Tensor]:
-        """The text or token tensors of one response; ``GENERATION_OUTPUTS`` are added by the caller.
-
-        Args:
-            responses: sequences of the response, ordered by row.
-            rows: number of rows in the response.
-        """
+        """The text or token tensors of a response with ``rows`` rows; the caller adds ``GENERATION_OUTPUTS``."""
 
     @abstractmethod
     def has_output(self, delta: SequenceDelta) -> bool:
@@ -206,12 +200,8 @@ class GenerationModel(Model):
     def _step_responses(
         self, index: int, row: Row, output: RequestOutput, left: dict[tuple[int, int], SequenceCursor], streamed: bool
     ) -> Iterator[list[SequenceResponse]]:
-        """Yield the responses of a step, each a list of sequences: a response for each finished sequence and, if
-        ``streamed``, for each sequence with new tokens. All beams of a row are in one response.
-
-        Args:
-            left: cursors of unfinished sequences by row and sequence index; finished sequences are removed.
-        """
+        """Yield the responses of a step, as lists of sequences: one response for each finished sequence (removed from
+        ``left``) and, if ``streamed``, for each sequence with new tokens. All beams of a row are in one response."""
         for completion in output.outputs:
             cursor = left.get((index, completion.index))
             if cursor is None or (delta := cursor.advance(completion)) is None:
@@ -257,7 +247,7 @@ class GenerationModel(Model):
         """The value of an input that must have the same value in all rows; None if it is absent."""
         result = {self.names.value(call, index, name) for index in range(call.rows)}
         if len(result) > 1:
-            raise invalid(name, f"must have the same value in all rows, has {', '.join(sorted(map(str, result)))}")
+            raise invalid(name, f"must be the same in all rows, has {' and '.join(sorted(map(str, result)))}")
         return result.pop()
 
     def excluded(self, call: ModelCall, row: int) -> bool:

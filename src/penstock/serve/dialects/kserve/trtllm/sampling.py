@@ -134,11 +134,7 @@ def guided_of(call: ModelCall, index: int, names: InputNames) -> dict[str, Any]:
 
 
 def logit_bias_of(entries: Sequence[tuple[Sequence[int], float]]) -> dict[str, Any]:
-    """Sum the weights of words per token: each occurrence of a token in a word adds the weight of the word.
-
-    Args:
-        entries: token ids and weight of each word.
-    """
+    """Sum the weights of words per token. ``entries``: token ids and weight of each word."""
     result: dict[int, float] = {}
     for token_ids, weight in entries:
         for token_id in token_ids:

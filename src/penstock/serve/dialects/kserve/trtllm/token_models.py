@@ -282,11 +282,7 @@ def _log_ignored_lookahead() -> None:
 
 
 def split_words(name: str, tensor: Sequence[Any] | None, vocab_size: int) -> list[list[int]]:
-    """Split a words tensor into the token ids of each word.
-
-    Args:
-        name: name of the input, for errors.
-        tensor: flattened pair of rows: concatenated token ids, and the end offset of each word; None: no words.
+    """Split a word list tensor (flattened rows: concatenated token ids, end offset of each word) into words.
 
     Raises ``PenstockError`` (``invalid``) for invalid offsets, and for token ids outside the vocabulary.
     """
@@ -294,7 +290,7 @@ def split_words(name: str, tensor: Sequence[Any] | None, vocab_size: int) -> lis
         return []
     ids, ends = tensor[: len(tensor) // 2], [end for end in tensor[len(tensor) // 2 :] if end != PADDING]
     if any(not begin < end <= len(ids) for begin, end in itertools.pairwise([0, *ends])):
-        message = f"the second row must have increasing end offsets of words, at most {len(ids)}, has {ends[:10]}"
+        message = f"the second row must be increasing end offsets of words, at most {len(ids)}, is {ends[:10]}"
         raise invalid(name, message)
     words = [list(ids[begin:end]) for begin, end in itertools.pairwise([0, *ends])]
     check_ids(name, itertools.chain.from_iterable(words), vocab_size)

@@ -33,8 +33,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def requests(path: Path) -> Iterator[BatchLine | BatchError]:
-    """Yield the requests in the non-blank lines of an input file. Yields an error for a line that is not a request, or
-    repeats a ``custom_id``."""
+    """Yield the requests of an input file, or an error for a line that is not a request or repeats a ``custom_id``."""
     seen: dict[str, int] = {}
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
@@ -172,8 +171,7 @@ def survey(lines: Iterable[BatchLine | BatchError], results: Results) -> BatchSt
 
 
 def check_input(path: Path) -> None:
-    """Raise ``PenstockError`` (``invalid``) unless the path is a readable regular file (other files cannot be read
-    twice)."""
+    """Raise ``PenstockError`` (``invalid``) unless the path is a regular file (so that it can be read twice)."""
     try:
         path.open("rb").close()
     except OSError as error:

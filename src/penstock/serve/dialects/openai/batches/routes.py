@@ -183,8 +183,7 @@ def add_routes(routes: Routes, served_models: ServedModels, services: Batches) -
 
 
 def _lifetime(form: FormData) -> int | None:
-    """Seconds until an uploaded file expires (form field ``expires_after``); None if absent. Raises ``PenstockError``
-    (``invalid``)."""
+    """The form field ``expires_after`` in seconds; None if absent. Raises ``PenstockError`` (``invalid``)."""
     given = {name: form.get(f"expires_after[{name}]") for name in ("anchor", "seconds")}
     if set(given.values()) == {None}:
         return None

@@ -216,8 +216,7 @@ def _by_turns(batches: list[tuple[str, str]]) -> Iterator[tuple[str, str]]:
 
 
 def _check(path: Path, endpoint: str, max_size: int) -> tuple[list[dict[str, Any]], int]:
-    """Validate an input file; returns the errors and the number of requests read. Stops at too many errors or
-    requests."""
+    """Validate an input file; returns the errors and the number of requests. Stops at too many errors or requests."""
     errors, total = [], 0
     for line in requests(path):
         total += 1
