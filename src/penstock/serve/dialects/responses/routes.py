@@ -116,7 +116,7 @@ class ResponsesRoutes:
         if request.stream:
             raise invalid("stream", "cannot be combined with background; retrieve the response instead")
         if saver is None or not stored:
-            raise invalid("background", "requires a stored response, but store is false; leave store out, or set it true")
+            raise invalid("background", "requires a stored response, but store is false; leave store out")
         return Json(await self.background.start(service, handler, saver))
 
     async def count_input_tokens(self, raw_request: Request) -> Response:
