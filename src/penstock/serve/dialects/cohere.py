@@ -54,9 +54,9 @@ class EmbedRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     texts: Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)] | None = None
     inputs: Annotated[list[EmbedInput], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)] | None = None
-    """Alternative to ``texts``."""
+    """Texts as lists of parts: an alternative to ``texts``."""
     input_type: str | None = None
-    """Name of the checkpoint's prompt that is prepended to each text; None: its default prompt."""
+    """Name of the checkpoint's prompt that is prepended to each text; None: the default prompt of the checkpoint."""
     embedding_types: Annotated[list[EmbeddingType], msgspec.Meta(min_length=1)] | None = None
     truncate: Literal["NONE", "START", "END"] | None = None
     """Side from which texts beyond the token limit are truncated; NONE: reject such texts. Default: END."""
@@ -159,7 +159,7 @@ def add_routes(routes: Routes, served_models: ServedModels) -> None:
 
 
 def _texts(request: EmbedRequest) -> list[str]:
-    """The texts to embed. Raises ``PenstockError`` (``invalid``) for images, and without ``texts`` or ``inputs``."""
+    """The texts to embed. Raises ``PenstockError`` (``invalid``) for images, or if not one of the two fields is set."""
     if (request.texts is None) == (request.inputs is None):
         found = "neither" if request.texts is None else "both"
         raise invalid("texts", f"give either texts or inputs; the request has {found}")

@@ -28,9 +28,9 @@ class SharedPathDialect(Protocol):
 
     error_format: ErrorFormat
     fields: frozenset[str] | None = None
-    """``matches`` is called only for bodies with at least one of these fields; None: for all."""
+    """``matches`` is called only for bodies with at least one of these fields; None: for all bodies."""
     header: str | None = None
-    """``matches`` is called only for requests with this header; None: for all."""
+    """``matches`` is called only for requests with this header; None: for all requests."""
 
     def matches(self, raw_request: Request, fields: dict[str, Any]) -> bool:
         """Return True if a request is in this dialect; ``fields`` is its parsed body."""

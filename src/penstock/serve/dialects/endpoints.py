@@ -28,7 +28,7 @@ def tenant_of(raw_request: Request) -> str:
 
 
 class DialectRoutes:
-    """Adds the routes of a dialect.
+    """Helper of a dialect that adds routes and parses the bodies of their requests.
 
     Args:
         error_format: error format of the requests; None: the error format registered for the path.
@@ -92,7 +92,7 @@ class DialectRoutes:
     def endpoint(
         self, schema: type[T], answer: Callable[[T, RequestRecord, int], Response], media: bool = False
     ) -> Endpoint:
-        """Make an endpoint that returns ``answer`` of the parsed body. Arguments and errors are those of ``handle``."""
+        """Make an endpoint that calls ``answer`` with the parsed body. Arguments and errors are those of ``handle``."""
 
         @wraps(answer)
         async def handled(raw_request: Request) -> Response:

@@ -67,7 +67,7 @@ def add_routes(routes: Routes, served_models: ServedModels, configuration: Confi
         return JSONResponse({})
 
     def signed(path: str, endpoint: Callable[[Request, bytes], Awaitable[Response]]) -> Endpoint:
-        """Allow only requests signed with the cluster secret. Errors are ``{"message": …}``, as the peers expect."""
+        """Allow only requests signed with the cluster secret. Errors are ``{"message": …}``, as routers expect."""
 
         async def checked(request: Request) -> Response:
             try:

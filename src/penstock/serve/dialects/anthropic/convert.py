@@ -35,7 +35,7 @@ def to_chat_request(request: CountTokensRequest, variables: Collection[str], ima
         variables: variables that the model's chat template reads.
         images: allow images in messages and tool results.
 
-    Raises ``PenstockError``: ``invalid`` for contradictory fields, ``unsupported`` except for text and images.
+    Raises ``PenstockError``: ``invalid`` (contradictory fields), ``unsupported`` (content other than text and images).
     """
     messages: list[dict[str, Any]] = []
     if system := text_of(request.system or "", "system"):

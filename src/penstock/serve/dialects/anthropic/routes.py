@@ -1,4 +1,4 @@
-"""``/v1/messages`` and ``/v1/messages/count_tokens``."""
+"""Anthropic's Messages API: ``/v1/messages`` and ``/v1/messages/count_tokens``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SCHEMA_PREFIX = "anthropic."
 
 
 def error_format_of(scope: Scope) -> ErrorFormat | None:
-    """The error format for requests of Anthropic's clients to paths shared with OpenAI's API; None for all others."""
+    """The error format for requests of Anthropic's clients to paths of OpenAI's API; None for all other requests."""
     return ERROR_FORMAT if scope["path"].startswith("/v1/models") and is_anthropic_client(scope) else None
 
 

@@ -39,7 +39,7 @@ class Usage(msgspec.Struct, kw_only=True):
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
     finish_reason: str = ""
-    """Empty until the sequence has finished."""
+    """Reason of the end; empty until the sequence has finished."""
     index: int
     logprobs: CompletionLogprobs | None = None
     text: str

@@ -55,7 +55,7 @@ SCHEMAS = (Abort, UpdateWeightsRequest)
 
 
 def add_routes(routes: Routes, served_models: ServedModels, operator: Operator) -> None:
-    """Add the routes; the ``dynamic_load_weight`` routes require ``server_dev_mode``."""
+    """Add FastDeploy's management routes; the ``dynamic_load_weight`` routes require ``server_dev_mode``."""
     api = DialectRoutes(routes, served_models, schemas=SCHEMAS, failure=ErrorResponse)
 
     async def config_info(_: Request) -> Response:

@@ -45,7 +45,7 @@ from .schema import (
 )
 
 NAME = "fastdeploy"
-"""Name of the compatibility profile."""
+"""Name of the compatibility profile (``--compat``)."""
 ERROR_CODES = {
     Code.INVALID: "invalid_value",
     Code.UNSUPPORTED: "invalid_value",
@@ -103,7 +103,7 @@ class FastDeployChatHandler(_Handler, ChatHandler):
         """Do nothing: the prompt is in each choice."""
 
     async def document(self, choices: Any, outputs: list[RequestOutput]) -> Any:
-        """Set image and video tokens to 0, or to null if the model takes images (they are not counted separately)."""
+        """Set image and video tokens to 0, or to null if the model takes images: images are not counted separately."""
         answer: Any = await super().document(choices, outputs)
         details = answer.usage.prompt_tokens_details
         details.image_tokens = details.video_tokens = None if self.service.sees_images else 0
@@ -260,7 +260,7 @@ class FastDeploy(OpenAI):
 
 
 def _take_metadata(fields: dict[str, Any]) -> None:
-    """Fill in missing fields from ``metadata``, where older FastDeploy clients send its parameters.
+    """Fill in missing fields from ``metadata``, where older FastDeploy clients send sampling parameters.
 
     Raises ``PenstockError`` (``invalid``) if ``metadata`` has a ``raw_request``.
     """

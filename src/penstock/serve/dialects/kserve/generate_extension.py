@@ -18,7 +18,7 @@ def from_fields(model: Model, document: dict[str, Any], unknown: UnknownFields) 
     Args:
         unknown: collects fields that are not inputs. Triton passes them to the model; Penstock's models ignore them.
 
-    Raises ``PenstockError`` (``invalid``).
+    Raises ``PenstockError`` (``invalid``) for wrong types or values.
     """
     fields = dict(document)
     parameters = fields.pop("parameters", None) or {}
@@ -45,7 +45,7 @@ def from_fields(model: Model, document: dict[str, Any], unknown: UnknownFields) 
 
 
 async def to_fields(model: Model, infer_request: InferenceRequest, response: ModelResponse) -> dict[str, Any]:
-    """Convert the outputs of a response to fields: an output with one element to a value, others to a list."""
+    """Convert the outputs of a response to fields. The field of an output with one element is a value, not a list."""
     result: dict[str, Any] = {"id": infer_request.id} if infer_request.id else {}
     result |= {"model_name": model.name, "model_version": VERSION}
     result |= {"sequence_id": 0, "sequence_start": False, "sequence_end": False}

@@ -108,7 +108,7 @@ class GrpcServer:
                 await self._listen(largest)
 
     async def _listen(self, largest: int) -> None:
-        """Start a server for messages of at most ``largest`` bytes, and stop the previous one."""
+        """Start a server for messages of at most ``largest`` bytes, and stop the previous server."""
         limits = [("grpc.max_receive_message_length", largest + SLACK), ("grpc.max_send_message_length", -1)]
         server = grpc.aio.server(
             interceptors=[Authorization(self._inference)], options=[("grpc.so_reuseport", 1), *limits]
@@ -370,7 +370,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
 
     @unary
     async def CudaSharedMemoryUnregister(self, request: Any, record: RequestRecord) -> Any:
-        return pb.CudaSharedMemoryUnregisterResponse()  # no region can be registered
+        return pb.CudaSharedMemoryUnregisterResponse()  # nothing to do: CUDA regions cannot be registered
 
     async def _responses(self, request: Any, record: RequestRecord, streamed: bool) -> AsyncGenerator[Any, None]:
         """Run a ``ModelInferRequest``, and yield its ``ModelInferResponse`` messages."""
@@ -436,7 +436,7 @@ class Inference(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[
         return request
 
     def client_of(self, metadata: Iterable[tuple[str, str]] | None) -> Client | None:
-        """The client of a call, identified by the API key; None if the key is missing or wrong."""
+        """The client of a call, identified by the API key; None if a required key is missing or wrong."""
         return self._keys.client_of(dict(metadata or ()).get("authorization", "").encode())
 
     def _regions(self, record: RequestRecord) -> SharedMemory:

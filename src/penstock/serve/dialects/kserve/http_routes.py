@@ -124,7 +124,7 @@ class Endpoints:
     async def model_ready(self, _: Request, name: str, version: str = "") -> Response:
         try:
             self._repository.find(name, version).check()
-        except PenstockError as error:  # status 400 for any reason, as in Triton
+        except PenstockError as error:  # the status is 400 for any reason, as in Triton
             raise invalid(name[:100], f"is not ready: {error.failure.message}") from error
         return Response()
 
@@ -147,7 +147,7 @@ class Endpoints:
         return InferReply(self._repository, model, infer_request, request, memory)
 
     async def generate(self, request: Request, name: str, version: str = "") -> Response:
-        """One response, or a stream of responses for ``generate_stream``."""
+        """Respond once, or for ``generate_stream`` with a stream of responses."""
         model, record = self._repository.find(name, version), record_of(request.scope)
         streamed = request.url.path.endswith("_stream")
         infer_request = await self._read(
@@ -206,7 +206,7 @@ class Endpoints:
         return Json([])
 
     async def cuda_unregister(self, _: Request, name: str = "") -> Response:
-        return Response()  # no region can be registered
+        return Response()  # nothing to do: CUDA regions cannot be registered
 
 
 MODEL, REGION = "/v2/models/{name}", "/region/{name}"
@@ -337,7 +337,7 @@ def _split(body: bytes, header_length: str | None) -> tuple[bytes, bytes]:
         return body, b""
     length = read_decimal(header_length, len(body))
     if length is None:
-        raise invalid(HEADER_LENGTH, f"must be at most the {len(body)} bytes of the body, is {header_length[:20]!r}")
+        raise invalid(HEADER_LENGTH, f"must be from 0 to {len(body)} (bytes of the body), is {header_length[:20]!r}")
     return body[:length], bytes(body[length:])
 
 
@@ -348,7 +348,7 @@ def parse(head: bytes, raw: bytes, memory: SharedMemory, unknown: UnknownFields)
         head: the JSON part of the body.
         raw: concatenated binary tensors.
 
-    Raises ``PenstockError`` (``invalid``).
+    Raises ``PenstockError`` (``invalid``) for wrong types or values.
     """
     result = read_object(head)
     known = {"id": str, "parameters": dict, "inputs": list, "outputs": list}

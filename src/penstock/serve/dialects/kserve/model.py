@@ -17,7 +17,7 @@ from penstock.serve.models.served_models import ServedModel
 from .tensors import BYTES, FLOAT_CODES, INTEGER_CODES, MAX_VALUES, Spec, Tensor, kind
 
 VERSION = "1"
-"""Version of every model."""
+"""Version that every model has."""
 MAX_BATCH_SIZE = 256
 """Maximum number of rows in a request."""
 
@@ -35,7 +35,7 @@ class ModelCall:
     """True: any number of responses may be sent (decoupled); False: exactly one."""
     priority: int = 0
     id: str = ""
-    """Request id of the client."""
+    """Request id chosen by the client."""
 
     @property
     def rows(self) -> int:
@@ -62,7 +62,7 @@ class ModelResponse:
 
 
 class Model(ABC):
-    """A model of the repository."""
+    """A model of the KServe model repository."""
 
     name: str
     platform: ClassVar[str] = "python"
@@ -71,13 +71,13 @@ class Model(ABC):
     aliases: ClassVar[Mapping[str, str]] = {}
     """Alternative input name → input name."""
     unsupported_inputs: ClassVar[Mapping[str, str]] = {}
-    """Unsupported input → reason."""
+    """Unsupported input → reason, for the error message."""
     neutral_inputs: ClassVar[Mapping[str, tuple[float, ...]]] = {}
     """Unsupported input → values that have no effect and are accepted, in addition to zero and false."""
     max_batch_size: int = MAX_BATCH_SIZE
     """Maximum number of rows; 0: no batch dimension."""
     decoupled: ClassVar[bool] = False
-    """A request may have any number of responses."""
+    """True: a request may have any number of responses; False: exactly one."""
     _service: ServedModel
 
     @property
@@ -134,7 +134,8 @@ class Model(ABC):
     ) -> ModelCall:
         """Validate the inputs of a request.
 
-        Raises ``PenstockError``: ``invalid`` for unknown or missing inputs and wrong types or shapes, ``unsupported``.
+        Raises ``PenstockError``: ``invalid`` for unknown or missing inputs and wrong types or shapes; ``unsupported``
+        for ``unsupported_inputs``.
         """
         specs = {spec.name: spec for spec in self.inputs}
         result: dict[str, Tensor] = {}

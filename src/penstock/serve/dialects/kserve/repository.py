@@ -36,7 +36,7 @@ class ModelRepository:
         self.served_models = served_models
         self.model_manager = model_manager
         self.counts = Statistics()
-        self.shared = SharedState(Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]))  # a folder shared by all API processes
+        self.shared = SharedState(Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]))  # all API processes use this folder
         self.memory = SharedMemory(self.shared, served_models.options, lambda: served_models.max_text_size)
         self.log = LogSettings()
         served_models.metrics.dialect_metrics.append(TrtLlmMetrics(served_models).collect)

@@ -113,7 +113,7 @@ async def unload_model(repository: ModelRepository, name: str, parameters: Mappi
         raise PenstockError(Code.INVALID, f"failed to unload '{name[:100]}', model not found", "model_name")
     repository.model_manager.check()
     if unknown := sorted((parameters or {}).keys() - {DEPENDENTS}):
-        message = f"{unknown[0][:100]}: unknown parameter; the only one is {DEPENDENTS}"
+        message = f"{unknown[0][:100]}: unknown parameter; the only parameter is {DEPENDENTS}"
         raise PenstockError(Code.INVALID, message, "parameters")
     if not isinstance((parameters or {}).get(DEPENDENTS, False), bool):
         given = str((parameters or {})[DEPENDENTS])[:50]
@@ -121,7 +121,8 @@ async def unload_model(repository: ModelRepository, name: str, parameters: Mappi
     owns_engine = name in model.names or model.kserve[name] == "tensorrt_llm"
     if not owns_engine and not (parameters or {}).get(DEPENDENTS):
         engines = [each for each, kind in model.kserve.items() if kind == "tensorrt_llm"] or [model.name]
-        message = f"failed to unload '{name}': it uses the engine of {engines[0]}; unload that, or set {DEPENDENTS}"
+        hint = f"it uses the engine of {engines[0]}; unload {engines[0]}, or set {DEPENDENTS}"
+        message = f"failed to unload '{name}': {hint}"
         raise PenstockError(Code.UNSUPPORTED, message, "model_name")
     await _run("unload", name, repository.model_manager.unload(model.name))
 
@@ -136,7 +137,7 @@ def max_batch_size_override(parameters: Mapping[str, Any]) -> int | None:
             message = f"{name[:100]}: Invalid file path: model files cannot be uploaded"
             raise PenstockError(Code.UNSUPPORTED, message, name[:100])
         if name != "config":
-            raise invalid(name[:100], "unknown parameter; the only one is config")
+            raise invalid(name[:100], "unknown parameter; the only parameter is config")
     given = parameters.get("config", "{}")
     try:
         config = msgspec.json.decode(given) if isinstance(given, str) else None

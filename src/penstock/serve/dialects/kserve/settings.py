@@ -65,7 +65,7 @@ class LogSettings:
         return result
 
     def apply(self, changed: Mapping[str, Any]) -> None:
-        """Apply settings to this process's log."""
+        """Apply changed settings to the log of this process."""
         if changed == self._applied:
             return
         self._applied = dict(changed)
@@ -87,7 +87,7 @@ class LevelFilter(logging.Filter):
         self._levels = levels
 
     def filter(self, record: logging.LogRecord) -> bool:
-        level = min(record.levelno, logging.ERROR) // 10 * 10  # round a custom level down to a standard one
+        level = min(record.levelno, logging.ERROR) // 10 * 10  # round a custom level down to a standard level
         return level in self._levels
 
 

@@ -65,8 +65,8 @@ class SharedMemory:
     def register(self, name: Any, key: Any, offset: Any, byte_size: Any) -> None:
         """Register a region of a shared memory object.
 
-        Raises ``PenstockError``: ``unsupported`` if this is not allowed, ``invalid`` if the object does not exist or is
-        too small, or the name is taken.
+        Raises ``PenstockError``: ``unsupported`` if shared memory is not allowed, ``invalid`` if the object does not
+        exist or is too small, or the name is taken.
         """
         self._check()
         if not self._allowed:
@@ -140,7 +140,7 @@ class SharedMemory:
         return f"{self._tenant}\0{name}"
 
     def _regions(self, name: str) -> dict[str, Region]:
-        """Full name → region, for the region called ``name``, or for all of the client's regions if it is empty."""
+        """Full name → region, for the region ``name`` of the client, or for all its regions if ``name`` is empty."""
         return {
             each: region
             for each, region in self._shared.read().regions.items()

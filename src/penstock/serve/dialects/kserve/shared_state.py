@@ -34,7 +34,7 @@ class State(msgspec.Struct):
     regions: dict[str, Region] = {}
     """Tenant and name (``SharedMemory._full_name``) → region of system shared memory."""
     max_batch_size: dict[str, int] = {}
-    """Model name → ``max_batch_size`` from its load request."""
+    """Model name → ``max_batch_size`` from the load request."""
 
 
 class SharedState:

@@ -127,7 +127,7 @@ def to_json(tensor: Tensor) -> list[Any]:
 
 
 async def in_json(tensor: Tensor) -> list[Any] | msgspec.Raw:
-    """Like ``to_json``; large tensors are encoded in chunks, one per turn of the event loop."""
+    """Same as ``to_json``, but large tensors are encoded in chunks, one per turn of the event loop."""
     if len(tensor.elements) <= MAX_INLINE_ELEMENTS:
         return to_json(tensor)
     chunks = []

@@ -37,10 +37,10 @@ LISTS = (
 )
 """Form fields that may be repeated, with or without ``[]`` after the name."""
 UNSUPPORTED = {
-    "include": Unsupported("log probabilities of audio are not supported", ([],)),
+    "include": Unsupported("log probabilities of audio are not supported; leave it out", ([],)),
     "chunking_strategy": Unsupported("audio is always split at the model's timestamps; leave it out"),
-    "known_speaker_names": Unsupported("speakers are not distinguished", ([],)),
-    "known_speaker_references": Unsupported("speakers are not distinguished", ([],)),
+    "known_speaker_names": Unsupported("speakers are not distinguished; leave it out", ([],)),
+    "known_speaker_references": Unsupported("speakers are not distinguished; leave it out", ([],)),
     "keywords": Unsupported("is not supported; put keywords in prompt", ([],)),
     "languages": Unsupported("is not supported; set one language in language, or leave both out", ([],)),
 }

@@ -29,12 +29,12 @@ class VectorRequest(InputRequest, kw_only=True, forbid_unknown_fields=True):
 
 class EmbeddingRequest(VectorRequest, kw_only=True, forbid_unknown_fields=True):
     prompt_name: str | None = None
-    """Name of the checkpoint's prompt to prepend to texts. Default: its default prompt; empty: no prompt."""
+    """Name of the checkpoint's prompt to prepend to texts. Default: the checkpoint's default; empty: no prompt."""
 
 
 class PoolRequest(VectorRequest, kw_only=True, forbid_unknown_fields=True):
     task: Literal["embed", "classify", "score", "token_embed", "token_classify"] | None = None
-    """Pooling task; those with the prefix ``token_`` return a vector per token. Default: the task of the checkpoint."""
+    """Pooling task. The ``token_`` tasks return a vector per token. Default: the task of the checkpoint."""
 
 
 class Embedding(msgspec.Struct, kw_only=True):
@@ -111,6 +111,6 @@ def _base64(output: RequestOutput) -> str:
 
 
 def _pooling_params(request: VectorRequest) -> PoolingParams:
-    """The pooling parameters of a request. For embeddings, ``use_activation`` sets ``normalize`` if that is absent."""
+    """The pooling parameters of a request. If ``normalize`` is absent, ``use_activation`` is used in its place."""
     normalize = request.use_activation if request.normalize is None else request.normalize
     return PoolingParams(dimensions=request.dimensions, normalize=normalize, use_activation=request.use_activation)

@@ -49,7 +49,7 @@ class PoolingRequest(PromptRequest, kw_only=True, forbid_unknown_fields=True):
     )
 
     model: str | None = None
-    """Absent or "default": the served model."""
+    """Name of a served model or adapter; absent or "default": the first model."""
     add_special_tokens: bool | None = None
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     """Scheduling priority; lower values run first. Has an effect with the scheduling policy ``priority``."""

@@ -52,7 +52,7 @@ Prompts = Annotated[
 CHUNK_SIZE = 32
 """Number of positions (tokens) for which logprobs are encoded in one turn of the event loop."""
 MIN_LOGPROB = -9999.0
-"""Replaces minus infinity, which JSON cannot represent."""
+"""Log probability that replaces minus infinity, which JSON cannot represent."""
 ERROR_TYPES = {
     Code.UNAUTHORIZED: "authentication_error",
     Code.NOT_FOUND: "not_found_error",
@@ -80,7 +80,7 @@ Metadata = Annotated[
 class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     prompt: Prompts
     prompt_token_ids: Annotated[list[TokenId | TokenIds], msgspec.Meta(min_length=1)] | None = None
-    """Replaces ``prompt`` (FastDeploy)."""
+    """Prompts as token ids, used instead of ``prompt`` (FastDeploy)."""
     max_tokens: Count | None = None
     """Maximum number of generated tokens. Default: 16; 0 requires ``echo``."""
     echo: bool | None = None
@@ -368,7 +368,7 @@ def join_json(parts: Sequence[bytes]) -> msgspec.Raw:
 
 
 def error_of(failure: Failure) -> ErrorResponse:
-    """A failure in OpenAI's format."""
+    """Convert a failure to OpenAI's error response."""
     no_model = failure.code is Code.NOT_FOUND and failure.field == "model"
     message = failure.message
     if failure.code is Code.TOO_LONG:  # LiteLLM and LangChain recognize the error by this message
@@ -386,10 +386,10 @@ def error_of(failure: Failure) -> ErrorResponse:
 
 
 def usage_of(outputs: list[RequestOutput], num_hidden_tokens: int = 0) -> Usage:
-    """Token counts of a request's prompts and all their sequences, minus ``num_hidden_tokens`` per sequence."""
+    """Token counts of the prompts and sequences of a request, minus ``num_hidden_tokens`` per sequence."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion_tokens = sum(max(len(m.token_ids) - num_hidden_tokens, 0) for output in outputs for m in output.outputs)
-    completion_tokens += sum(output.num_discarded_tokens for output in outputs)  # like OpenAI (best_of)
+    completion_tokens += sum(output.num_discarded_tokens for output in outputs)  # OpenAI counts them for best_of
     cached = sum(output.num_cached_tokens for output in outputs)
     reasoning = sum(m.reasoning_tokens for output in outputs for m in output.outputs)
     return Usage(

@@ -18,7 +18,7 @@ from .schema import MAX_PROMPTS, one_or_several
 
 TextOrList = str | Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)]
 TEXT_PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
-"""Names of the two fields of a score request that have the first and the second texts; alternatives."""
+"""Alternative pairs of field names for the first and the second texts of a score request."""
 
 
 class ScoreRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
@@ -169,7 +169,7 @@ class ScoreHandler(_PairHandler):
             [text] if isinstance(text := require(getattr(request, name), name), str) else text for name in names
         )
         if len(first) not in (1, len(second)):
-            message = f"has {len(second)} texts, {names[0]} has {len(first)}; {names[0]} must have as many, or one"
+            message = f"has {len(second)} texts, but {names[0]} has {len(first)}; send as many, or one in {names[0]}"
             raise invalid(names[1], message, len(first))
         super().__init__(service, record, request, names, first, second)
 

@@ -42,7 +42,7 @@ from .schema import (
 )
 
 NAME = "paddlenlp"
-"""Name of the compatibility profile."""
+"""Name of the compatibility profile (``--compat``)."""
 PROMPTS = frozenset(("prompt", "prompt_token_ids"))
 """Prompt fields of OpenAI's completion requests."""
 
@@ -138,7 +138,7 @@ class PaddleNLPHandler(GenerationHandler):
             raise PenstockError(Code.TIMEOUT, message, "timeout", self._limit) from error
 
     async def _prompt(self) -> TokenizedPrompt:
-        """Tokenize the prompt. Raises ``PenstockError`` (``invalid``) if it leaves less than ``max_dec_len`` tokens."""
+        """Tokenize the prompt. Raises ``PenstockError`` (``invalid``) if less than ``max_dec_len`` tokens remain."""
         request, gateway = self._request, self.service.gateway
         if self._messages:
             prompt = await gateway.chat_prompt(self._messages, self._size, {}, client=self.record.sender)

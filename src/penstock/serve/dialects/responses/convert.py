@@ -98,7 +98,7 @@ def to_chat_request(request: CountTokensRequest, variables: Collection[str], ima
         variables: variables that the model's chat template reads.
         images: allow images in messages and function call outputs.
 
-    Raises ``PenstockError``: ``invalid`` for contradictory fields, ``unsupported`` except for text and images.
+    Raises ``PenstockError``: ``invalid`` (contradictory fields), ``unsupported`` (content other than text and images).
     """
     messages: list[dict[str, Any]] = []
     if request.instructions:
@@ -192,7 +192,7 @@ def _ends_with_assistant(messages: list[dict[str, Any]]) -> bool:
 
 def _text(content: str | list[Part] | None, path: str) -> str:
     if content is None:
-        raise invalid(path, "is missing")
+        raise invalid(path, "is missing; send a text or a list of parts")
     return text_of(content, path, TEXT_PARTS)
 
 
@@ -213,7 +213,7 @@ def _image(part: Part, path: str) -> dict[str, Any] | None:
 
 
 def _functions(tool: Tool, path: str, namespace: str | None = None) -> list[dict[str, Any]]:
-    """Convert a tool to the tools of a chat request: one, or all functions of a namespace."""
+    """Convert a tool to tools of a chat request: one function, or all functions of a namespace."""
     if tool.type == "namespace" and namespace is None:
         name, functions = require(tool.name, f"{path}.name"), require(tool.tools, f"{path}.tools")
         return [one for i, each in enumerate(functions) for one in _functions(each, f"{path}.tools[{i}]", name)]

@@ -81,7 +81,7 @@ async def resolve_references(
 
 
 def _is_reference(item: Item) -> bool:
-    """True for an item reference. Its type may be omitted: an item with nothing but an id is a reference, too."""
+    """True for an item reference. Clients may omit its type: a message with only an id is a reference, too."""
     by_id = item.type == "message" and item.id is not None and item.role is None and item.content is None
     return item.type == "item_reference" or by_id
 

@@ -44,7 +44,7 @@ class Part(msgspec.Struct, omit_defaults=True):
 
 
 class Item(msgspec.Struct, kw_only=True):
-    """A message, a function call, a function call output, or reasoning."""
+    """A message, a function call, a function call output, reasoning, or an item reference."""
 
     type: str = "message"
     role: str | None = None
@@ -114,7 +114,7 @@ class CountTokensRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
 
     input: str | Annotated[list[Item], msgspec.Meta(min_length=1)]
     model: str | None = None
-    """Absent or "default": the served model."""
+    """Name of a served model or adapter; absent or "default": the first model."""
     instructions: str | None = None
     text: Text | None = None
     reasoning: Reasoning | None = None

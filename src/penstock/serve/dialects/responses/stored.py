@@ -185,7 +185,7 @@ class Background:
         try:
             await saver.store.advance(saver.owner, handler.failed(failure))
         except PenstockError as error:
-            logger.error("a background response failed (%s), and this cannot be stored: %s", failure.message, error)
+            logger.error("cannot store the failure of a background response (%s): %s", failure.message, error)
 
 
 async def _is_wanted(store: ResponseStore, owner: str, name: str) -> bool:

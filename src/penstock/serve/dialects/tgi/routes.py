@@ -89,7 +89,7 @@ class TGIHandler(CompletionHandler):
         return encode([answer] if self._as_list else answer)
 
     async def format_chunk(self, index: int, output: RequestOutput) -> bytes:
-        """Encode one event per token. Text that may still change (incomplete UTF-8, stop strings) is sent later."""
+        """Encode one event per token. Text that may still change (UTF-8, stop strings) is sent with a later token."""
         completion = output.outputs[0]
         if (delta := self.cursors[0].advance(completion)) is None:
             return b""
@@ -273,13 +273,13 @@ def _sampling(parameters: Parameters) -> dict[str, Any]:
 def _constraint(grammar: Grammar) -> dict[str, Any]:
     if grammar.type == "regex":
         if not isinstance(grammar.value, str):
-            message = "must be a regular expression (a string) with the grammar type regex"
+            message = "must be a regular expression (a string), as the grammar type is regex"
             raise invalid("grammar.value", f"{message}, is {str(grammar.value)[:50]!r}")
         return {"guided_regex": grammar.value}
     schema = grammar.value
     if grammar.type == "json_schema":
         if not isinstance(schema, dict) or "schema" not in schema:
-            message = "must be an object with the field schema with the grammar type json_schema"
+            message = "must be an object with the field schema, as the grammar type is json_schema"
             raise invalid("grammar.value", f"{message}, is {str(schema)[:50]!r}")
         schema = schema["schema"]
     return {"guided_json": schema}

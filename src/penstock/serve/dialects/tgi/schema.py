@@ -56,7 +56,7 @@ class Grammar(msgspec.Struct, kw_only=True):
 
     type: Literal["json", "json_schema", "regex"]
     value: str | dict[str, Any]
-    """``json``: a JSON Schema; ``json_schema``: an object with a JSON Schema as ``schema``; ``regex``: a pattern."""
+    """JSON Schema (``json``), object with a JSON Schema as ``schema`` (``json_schema``), or regular expression."""
 
 
 class Parameters(msgspec.Struct, kw_only=True):
@@ -97,7 +97,7 @@ class GenerateRequest(RequestBody, kw_only=True):
 
 
 class CompatGenerateRequest(GenerateRequest, kw_only=True):
-    """Request to ``/``."""
+    """Generate request to the path ``/``."""
 
     stream: bool = False
 
@@ -120,7 +120,7 @@ class EndDetails(msgspec.Struct, kw_only=True):
     """Details of the end of generation."""
 
     finish_reason: str
-    """``length``, ``eos_token`` or ``stop_sequence``."""
+    """Reason of the end: ``length``, ``eos_token`` or ``stop_sequence``."""
     generated_tokens: int
     seed: int | None
 
@@ -152,7 +152,7 @@ class StreamToken(msgspec.Struct, kw_only=True):
     generated_text: str | None = None
     """The full output in the last event, otherwise None."""
     details: StreamDetails | None = None
-    """Set in the last event."""
+    """Details of the end of generation, in the last event."""
 
 
 def reason_of(completion: CompletionOutput) -> str:

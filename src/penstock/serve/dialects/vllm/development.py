@@ -20,7 +20,7 @@ MODES: dict[str, PauseMode] = {"abort": "abort", "wait": "wait", "keep": "keep"}
 
 
 def add_routes(routes: Routes, operator: Operator) -> None:
-    """Add the routes if ``server_dev_mode`` is set."""
+    """Add vLLM's development-mode routes if ``server_dev_mode`` is set."""
     if not operator.served_models.options.server_dev_mode:
         return
 

@@ -86,7 +86,7 @@ GENERATION_OUTPUTS = (
 FP32_BYTES = 4
 EMPTY_DELTA = SequenceDelta("", [], [])
 MIN_FP32 = -3.4e38
-"""Replaces minus infinity in FP32 outputs."""
+"""Value that replaces minus infinity in FP32 outputs."""
 
 
 class Row(NamedTuple):
@@ -295,7 +295,7 @@ class GenerationModel(Model):
         prompts = [len(each.output.prompt_token_ids) for each in responses]
         if self._is_requested(call, responses, "return_num_input_tokens"):
             result.append(Tensor("num_input_tokens", INT32, lead, prompts))
-        if self._is_requested(call, responses, "return_num_output_tokens"):  # length of output_ids, with the prompt
+        if self._is_requested(call, responses, "return_num_output_tokens"):  # output_ids may include the prompt
             begins = [
                 0 if streamed or self.excluded(call, each.row) else n
                 for each, n in zip(responses, prompts, strict=True)
@@ -328,7 +328,7 @@ class GenerationModel(Model):
 
 
 def _client(call: ModelCall) -> tuple[str, str]:
-    """Connection and tenant of a call: ``stop`` stops requests with the same two (a proxy may share a connection)."""
+    """Connection and tenant of a call. ``stop`` requires that both match, as tenants may share a proxy's connection."""
     return call.record.client, call.record.tenant
 
 

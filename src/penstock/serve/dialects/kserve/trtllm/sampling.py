@@ -56,7 +56,7 @@ class InputNames:
         return result[0] if result else None
 
     def renamed(self, error: PenstockError) -> PenstockError:
-        """Convert an error with internal parameter names to one with the input names of this model."""
+        """Replace the internal parameter name in an error with the input name of this model."""
         failure = error.failure
         parameter = self.of(ALIASES.get(failure.field, failure.field))
         message = failure.message

@@ -86,7 +86,8 @@ class Results:
             self._read_existing()
         except BlockingIOError as error:
             self._file.close()
-            raise invalid("output_file", f"{self._path} is being written by another run; wait for its end") from error
+            message = f"{self._path} is being written by another run; wait until that run has ended"
+            raise invalid("output_file", message) from error
         except BaseException:
             self._file.close()
             raise
@@ -177,4 +178,4 @@ def check_input(path: Path) -> None:
     except OSError as error:
         raise invalid("input_file", f"{path} cannot be read: {error.strerror}") from error
     if not path.is_file():
-        raise invalid("input_file", f"{path} is not a regular file; copy it to one, as it is read twice")
+        raise invalid("input_file", f"{path} is not a regular file and cannot be read twice; copy it to a regular file")

@@ -58,7 +58,7 @@ class Work:
         self._once = UnknownFieldLog()
         self._one_ended = asyncio.Condition()
         self.answered = self.failed = 0
-        """Number of lines with a successful result, and with an error."""
+        """Number of lines with a successful result (``answered``), and with an error (``failed``)."""
         self.tokens = 0
         """Number of tokens generated."""
         self.stopped = False
