@@ -32,7 +32,7 @@ PROMPT_NAMES = {
     "search_document": ("search_document", "document", "passage"),
 }
 """``input_type`` → names of the checkpoint's prompt, tried in order. Any other ``input_type`` is the name itself."""
-UNSUPPORTED = {"images": Unsupported("this endpoint embeds text only")}
+UNSUPPORTED = {"images": Unsupported("this endpoint embeds text only; send texts")}
 EmbeddingType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 
 
@@ -167,7 +167,7 @@ def _texts(request: EmbedRequest) -> list[str]:
         return request.texts
     parts = [each.content for each in request.inputs or ()]
     if any(part.text is None for content in parts for part in content):
-        raise invalid("inputs", "has parts without text; this endpoint embeds text only")
+        raise invalid("inputs", "has parts without text, but this endpoint embeds text only; send text parts")
     return ["\n".join(part.text or "" for part in content) for content in parts]
 
 

@@ -22,7 +22,7 @@ from penstock.serve.shared_result import SharedResult
 from .model import VERSION, Model, ModelCall
 
 MICROSECONDS, MILLISECONDS = 1e6, 1e3
-NANOSECONDS_EACH = 1000
+NANOSECONDS_PER_MICROSECOND = 1000
 REASONS = {Code.OVERLOADED: "REJECTED", Code.CANCELLED: "CANCELED"}
 HELP = {
     "nv_inference_request_success": "Number of successful requests.",
@@ -81,7 +81,7 @@ class Statistics:
         answered, rows, computed, _, queued, inferred = (int(result[name]) for name in HELP)
 
         def duration(count: int, microseconds: int) -> dict[str, int]:
-            return {"count": count, "ns": microseconds * NANOSECONDS_EACH}
+            return {"count": count, "ns": microseconds * NANOSECONDS_PER_MICROSECOND}
 
         return {
             "name": model.name,

@@ -152,9 +152,9 @@ def sampling_of(request: Request) -> SamplingParams:
 def field_names(fields: dict[str, Any]) -> dict[str, str]:
     """Internal field name → field name in the request, for errors."""
     names = {}
-    for ours, theirs in FIELD_NAMES.items():
-        if ours not in fields:
-            names[ours] = next((name for name in FIELD_ALIASES.get(theirs, ()) if fields.get(name) is not None), theirs)
+    for internal, name in FIELD_NAMES.items():
+        if internal not in fields:
+            names[internal] = next((each for each in FIELD_ALIASES.get(name, ()) if fields.get(each) is not None), name)
     if "prompt" not in fields:
         names["prompt"] = next((name for name in PROMPTS if name in fields), PROMPTS[0])
     return names
@@ -228,8 +228,8 @@ class PaddleNLPErrorFormat(ErrorFormat):
 
     def document(self, failure: Failure) -> ErrorResponse:
         message = failure.message
-        for setting, theirs in LIMIT_NAMES.items():
-            message = message.replace(f"{setting} (", f"{theirs} (")
+        for option, name in LIMIT_NAMES.items():
+            message = message.replace(f"{option} (", f"{name} (")
         return ErrorResponse(req_id=self._req_id, error_msg=message, error_code=STATUS[failure.code])
 
     def error(self, failure: Failure) -> bytes:

@@ -103,7 +103,8 @@ class ResponsesRoutes:
         request, service, size = await self._read(raw_request, ResponsesRequest, error_format)
         saver = await self._served_models.parse(record, size, lambda: (0, self._saver(record, request)))
         stored = saver is not None and saver.stores_response
-        if stores and stored and (request.store or request.background):  # otherwise a full storage is not an error
+        # a full storage is an error only if the request explicitly requires storage
+        if stores and stored and (request.store or request.background):
             await stores.responses.check_room(record.tenant)
         full_request, size = await self._with_conversation(request, size, record)
 

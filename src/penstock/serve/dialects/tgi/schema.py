@@ -62,7 +62,7 @@ class Grammar(msgspec.Struct, kw_only=True):
 class Parameters(msgspec.Struct, kw_only=True):
     adapter_id: str | None = None
     best_of: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """Number of sequences to generate; the most likely one is returned."""
+    """Number of sequences to generate; the most likely sequence is returned. Default: 1."""
     decoder_input_details: bool | None = None
     """Also return the prompt tokens, with log probabilities."""
     details: bool | None = None

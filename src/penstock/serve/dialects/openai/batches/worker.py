@@ -81,12 +81,12 @@ class BatchWorker:
                 try:
                     await self._process(owner, name)
                 except PenstockError as error:
-                    logger.warning("batch %s is interrupted, will retry: %s", name, error)
+                    logger.warning("batch %s is interrupted and will be retried: %s", name, error)
                 except Exception as error:
                     if failure := exhausted(error):
-                        logger.warning("batch %s is interrupted, will retry: %s", name, failure.message)
+                        logger.warning("batch %s is interrupted and will be retried: %s", name, failure.message)
                         continue
-                    logger.exception("batch %s failed", name)
+                    logger.exception("batch %s failed with an unexpected exception", name)
                     with contextlib.suppress(PenstockError):
                         await self._fail(name, [_problem("internal_error", "internal error; see the server's log")])
             with contextlib.suppress(TimeoutError):
