@@ -205,7 +205,7 @@ def _in_range(tensor: Tensor) -> Tensor:
         maximum = MAX_VALUES[tensor.datatype]
         if (wrong := next((value for value in tensor.elements if not -maximum <= value <= maximum), None)) is not None:
             message = f"must be finite numbers from {-maximum:g} to {maximum:g} ({tensor.datatype}), has {wrong}"
-            raise invalid(tensor.name, message, maximum)
+            raise invalid(tensor.name, message)
     if tensor.datatype in INTEGER_CODES and tensor.elements:
         bits = int(tensor.datatype.lstrip("UINT"))
         low, high = (0, 2**bits - 1) if tensor.datatype.startswith("U") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
