@@ -66,7 +66,7 @@ def parse_infer_request(request: Any, memory: SharedMemory) -> InferenceRequest:
 def build_infer_response(
     model: Model, infer_request: InferenceRequest, response: ModelResponse, memory: SharedMemory
 ) -> Any:
-    """Build a ``ModelInferResponse``. Outputs requested in shared memory are written there.
+    """Build a ``ModelInferResponse``. Outputs requested in shared memory are written to their regions.
 
     Raises ``PenstockError`` (``invalid``) if a shared memory region is too small.
     """

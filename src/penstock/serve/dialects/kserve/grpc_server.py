@@ -146,7 +146,7 @@ class GrpcServer:
 
 
 class Authorization(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Interceptor that refuses calls without a valid API key before their messages are read."""
+    """Interceptor that refuses calls without a valid API key, before reading any message."""
 
     def __init__(self, inference: Inference) -> None:
         self._inference = inference

@@ -387,7 +387,7 @@ async def encode_response(
     model: Model, infer_request: InferenceRequest, response: ModelResponse, memory: SharedMemory
 ) -> tuple[bytes, bytes | None]:
     """Encode a response as JSON and concatenated binary outputs (None without binary outputs). Outputs requested in
-    shared memory are written there.
+    shared memory are written to their regions.
 
     Raises ``PenstockError`` (``invalid``) if a shared memory region is too small.
     """

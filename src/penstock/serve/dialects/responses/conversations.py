@@ -26,7 +26,7 @@ MAX_LISTED = 100
 
 
 class ConversationRoutes:
-    """Endpoints to create, retrieve, change and delete conversations and their items."""
+    """Endpoints to create, retrieve, change and delete conversations and conversation items."""
 
     def __init__(self, api: DialectRoutes, stores: Stores) -> None:
         self._api = api
