@@ -550,7 +550,7 @@ def test_preprocessing_returns_biases_and_ids(client: triton.InferenceServerClie
         ({"stream": True}, "stream: .*generate_stream"),
         ({"temperature": -1.0}, "temperature: must be at least 0"),
         ({"temperature": 10**400}, "temperature: has an integer out of the range of FP32"),
-        ({"temperature": 1e300}, "temperature: must be finite numbers in the range of FP32, has 1e"),
+        ({"temperature": 1e300}, "temperature: must be finite numbers from .*FP32.*, has 1e"),
         ({"top_k": 1, "top_p": 2.0}, "top_p: must be at most 1"),
         ({"top_k": -2}, "top_k: must be at least 0"),
         ({"min_length": 30}, "min_length: must be at most 5"),

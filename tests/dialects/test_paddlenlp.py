@@ -282,14 +282,15 @@ def test_waiting_request_times_out(served: Served) -> None:
         for name in ("timeout", "response_timeout"):
             late = f"late {name}"  # a unique id: log lines of the two API processes may be out of order
             answer = ask(served, text="a", req_id=late, **{name: 0.2})
-            message = "timeout: no output for 0.2 seconds"
+            message = "timeout: no output for 0.2 seconds; retry, or send a longer timeout"
             assert answer.json() == {"req_id": late, "error_msg": message, "error_code": 408}
 
 
 def test_response_timeout_limits_whole_answer_but_not_stream(served: Served) -> None:
     """The timeout limits the time between outputs: the chunks of a stream, or the whole answer as a single output."""
     answer = ask(served, **ENDLESS, req_id="slow", response_timeout=0.2).json()
-    assert answer == {"req_id": "slow", "error_msg": "timeout: no output for 0.2 seconds", "error_code": 408}
+    message = "timeout: no output for 0.2 seconds; retry, or send a longer timeout"
+    assert answer == {"req_id": "slow", "error_msg": message, "error_code": 408}
     begun, long = time.monotonic(), ENDLESS | {"min_dec_len": 700, "max_dec_len": 700}
     lines(served, **long)
     less = 0.75 * (time.monotonic() - begun)  # less than the duration of the stream, but far more than that of a chunk

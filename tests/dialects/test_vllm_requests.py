@@ -320,7 +320,8 @@ def test_known_fields_are_accepted_or_rejected_by_name(plain: httpx.Client, path
         ("media_io_kwargs", {"video": {"fps": 1}}),
     ):
         refused = plain.post(f"/v1/{path}", json=body | {name: media_options})
-        reason = "this model does not support images" if "messages" in body else "is for chats only"
+        chat_only = "is for chats only; leave it out, or use /v1/chat/completions"
+        reason = "this model does not support images" if "messages" in body else chat_only
         assert (refused.status_code, refused.json()["error"]["message"]) == (400, f"{name}: {reason}")
     accepted = {
         "mm_processor_kwargs": {},

@@ -301,7 +301,7 @@ def wait(condition: Callable[[], bool]) -> None:
 def test_unloading_engine_unloads_dependent_models(
     served: Served, client: openai.OpenAI, repository: triton.InferenceServerClient, alone: dict[str, str]
 ) -> None:
-    with pytest.raises(InferenceServerException, match="uses the engine of tensorrt_llm; unload that, or set"):
+    with pytest.raises(InferenceServerException, match="uses the engine of tensorrt_llm; unload tensorrt_llm, or set"):
         repository.unload_model("preprocessing")
     repository.unload_model("ensemble", unload_dependents=True)
     assert states(repository) == {**dict.fromkeys([*KSERVE, "penstock-demo", *OTHERS], "UNAVAILABLE"), **LOADED}
