@@ -50,14 +50,14 @@ class GrammarBitmask(msgspec.Struct, tag=True):
 
 
 class Call(msgspec.Struct, tag=True):
-    """A call (``Executor.call``). The ``CallReply`` with the same number may follow other messages."""
+    """A call (``Executor.call``). Its ``CallReply`` has the same number, and may follow replies to later messages."""
 
     number: int
     call: WorkerCall
 
 
 class Close(msgspec.Struct, tag=True):
-    """End the process."""
+    """End the worker process. Has no reply."""
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -65,7 +65,7 @@ class Failed(msgspec.Struct, tag=True):
 
     message: str
     failure: Failure | None = None
-    """Set for a ``PenstockError``."""
+    """Failure of a ``PenstockError``; None for other exceptions."""
 
 
 class StepReply(msgspec.Struct, tag=True):

@@ -25,7 +25,7 @@ class Join(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """The node may not join. Sent by a node: it cannot start its ranks."""
+    """Sent by node 0: the node may not join. Sent by another node: it cannot start its ranks."""
 
     reason: str
     retry: bool = False
@@ -36,14 +36,14 @@ class StartRanks(msgspec.Struct, tag=True, frozen=True):
     """All nodes have joined: connect the ranks to those of other nodes, and start them."""
 
     session: bytes
-    """Random id of this start."""
+    """Random id of this start of the engine, repeated in ``LinkRanks``."""
     options: EngineOptions
     addresses: list[tuple[str, int]]
-    """Host and port of each node. The first is a placeholder: all nodes know node 0's."""
+    """Host and port of each node, by node rank. The entry of node 0 is a placeholder: all nodes know its address."""
 
 
 class LinkRanks(msgspec.Struct, tag=True, frozen=True):
-    """First message on a connection between two ranks, which use it from then on."""
+    """First message on a connection between two nodes; the two ranks that it names use the connection afterwards."""
 
     session: bytes
     lower: int
@@ -69,7 +69,7 @@ class RankEnded(msgspec.Struct, tag=True, frozen=True):
 
 
 class GetProgress(msgspec.Struct, tag=True, frozen=True):
-    """Requests a node's ``RankProgress``."""
+    """Request a node's ``RankProgress``."""
 
 
 class RankProgress(msgspec.Struct, tag=True, frozen=True):
@@ -85,6 +85,6 @@ _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Message)
 
 
 def decode(message: bytes) -> Message:
-    """Decode a message. Raises ``msgspec.MsgspecError``, as for a message of another version."""
+    """Decode a message. Raises ``msgspec.MsgspecError`` for invalid messages, for example from another version."""
     decoded: Message = _decoder.decode(message)
     return decoded

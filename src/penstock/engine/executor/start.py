@@ -12,7 +12,8 @@ def start_executor(options: EngineOptions, max_in_flight: int, logs: LogOptions 
     """Create the executor selected by ``distributed_executor_backend``. Does not load the model."""
     several = options.tensor_parallel_size * options.pipeline_parallel_size > 1
     if several and options.distributed_executor_backend == "uni":
-        raise invalid("distributed_executor_backend", "several ranks need worker processes: use mp or ray, not uni")
+        message = "uni runs a single rank; use mp or ray, or set tensor_parallel_size and pipeline_parallel_size to 1"
+        raise invalid("distributed_executor_backend", message)
     if several and options.distributed_executor_backend == "ray":
         from .ray_executor import RayExecutor
 
@@ -21,6 +22,6 @@ def start_executor(options: EngineOptions, max_in_flight: int, logs: LogOptions 
         from .multiproc import MultiprocExecutor
 
         return MultiprocExecutor(options, logs)
-    from .uniproc import UniProcExecutor  # imports PyTorch
+    from .uniproc import UniProcExecutor  # this module imports PyTorch
 
     return UniProcExecutor(options, max_in_flight)
