@@ -13,7 +13,7 @@ from .messages import Ready
 
 class PrefixIndex:
     """Maps block hashes (over the block's tokens and all tokens before it) to the replicas that have the block cached.
-    Holds as many blocks as fit into all replicas' caches together; evicts the least recently used."""
+    Its capacity is the number of blocks of all replicas together. Evicts the least recently used blocks."""
 
     def __init__(self) -> None:
         self._block_size = 1
@@ -22,7 +22,7 @@ class PrefixIndex:
         """Block hash → bit mask of the replicas that have the block."""
 
     def set_capacity(self, engines: Sequence[Ready | None]) -> None:
-        """Set block size and capacity to those of the engines. If block sizes differ, the largest is used."""
+        """Set the block size to the largest of the engines, and the capacity to their blocks of this size together."""
         known = [engine for engine in engines if engine]
         if not known:
             return

@@ -9,7 +9,7 @@ class SequenceState(msgspec.Struct, frozen=True):
     """A sequence that has not ended."""
 
     id: str
-    """Last characters of the request id, followed by ``/`` and the index in the request if that is not 0."""
+    """Last characters of the request id, then ``/`` and the sequence's index in the request if the index is not 0."""
     state: str
     """``running``, ``waiting``, or ``preempted``."""
     prompt_tokens: int
@@ -21,11 +21,11 @@ class SequenceState(msgspec.Struct, frozen=True):
     seconds: float
     """Seconds since the request arrived."""
     blocks: list[int]
-    """KV blocks, in token order."""
+    """Ids of the sequence's KV blocks, in token order."""
 
 
 class StepPart(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence in a step."""
+    """The tokens of one sequence in a step."""
 
     id: str
     tokens: int
@@ -37,9 +37,9 @@ class Step(msgspec.Struct, frozen=True):
     """A computed step."""
 
     ago: float
-    """Seconds from its start until the snapshot."""
+    """Seconds from the start of the step until the snapshot."""
     seconds: float
-    """Duration, seconds."""
+    """Duration of the step, seconds."""
     parts: list[StepPart]
 
 
@@ -49,12 +49,12 @@ class Snapshot(msgspec.Struct, frozen=True):
     block_size: int
     """Number of tokens per KV block."""
     cells: str
-    """Map of the KV blocks: one digit per ``blocks_per_cell`` blocks (the last cell may have fewer). 0: free, 1: free
-    with a cached prefix, 2: used by one sequence, 3: shared; the maximum within the cell. Empty for very many
-    blocks."""
+    """Map of the KV blocks: one digit per cell of ``blocks_per_cell`` blocks (the last cell may have fewer), which is
+    the maximum of its blocks' states. 0: free, 1: free with a cached prefix, 2: used by one sequence, 3: shared. Empty
+    above 2**18 blocks."""
     blocks_per_cell: int
     sequences: list[SequenceState]
     hidden: int
-    """Number of sequences not in ``sequences``."""
+    """Number of sequences that are left out of ``sequences``."""
     steps: list[Step]
     """Recorded steps, oldest first."""
