@@ -1,4 +1,4 @@
-"""Reads files in a thread while steps are computed. Their contents are used between two steps."""
+"""Reads files in a thread while steps are computed. ``poll``, called between two steps, uses their contents."""
 
 from __future__ import annotations
 
