@@ -439,7 +439,7 @@ def test_second_node_of_same_rank_waits_for_end_of_first(machines: Namespaces, c
         ({"nnodes": 2, "tensor_parallel_size": 2, "master_addr": "192.0.2.99"}, "cannot listen on 192.0.2.99:29501"),
         (
             {"nnodes": 2, "tensor_parallel_size": 2, "cluster_secret_file": "/none"},
-            "/none cannot be read .*without this option a secret",
+            "/none cannot be read .*leave out this option to create a secret",
         ),
     ],
 )

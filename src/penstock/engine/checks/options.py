@@ -72,7 +72,7 @@ def _check_ranks(options: EngineOptions, config: ModelConfig) -> None:
 
         check_nodes(options)
         if options.node_rank:
-            message = f"is {options.node_rank}, but the engine runs on node 0; on other nodes run penstock serve"
+            message = f"is {options.node_rank}, must be 0 for an engine; on other nodes run penstock serve --node-rank"
             raise invalid("node_rank", message, 0)
     if options.pipeline_parallel_size > 1 or options.pipeline_parallel_layers:
         split_layers(size_of(config), options.pipeline_parallel_size, options.pipeline_parallel_layers)

@@ -96,8 +96,8 @@ def _check_alignment(alignment: Alignment, request: EngineRequest, config: Model
         raise invalid("audio", "has an alignment, which requires a pooling request with pooling_type last")
     heads = {0 <= layer < config.num_layers and 0 <= head < config.num_heads for layer, head in alignment.heads}
     if heads != {True}:
-        message = f"layers from 0 to {config.num_layers - 1} and heads from 0 to {config.num_heads - 1}"
-        raise invalid("audio", f"must have alignment heads, with {message}")
+        message = f"layers 0 to {config.num_layers - 1}, heads 0 to {config.num_heads - 1}"
+        raise invalid("audio", f"must have alignment heads that are attention heads of the model ({message})")
     if not 0 < alignment.start < len(request.prompt):
         message = f"must have an alignment that starts at token 1 to {len(request.prompt) - 1} of the prompt"
         raise invalid("audio", f"{message}, not at {alignment.start}")
