@@ -368,7 +368,7 @@ def test_mismatched_nodes_are_refused(
         ({"quantization": "w8a8"}, "quantization is 'w8a8' on the node and 'none' on node 0"),
         ({"nnodes": 4, "tensor_parallel_size": 4}, "nnodes is 4 on the node and 2 on node 0"),
         ({"model": str(other)}, "its checkpoint differs from node 0's"),
-        ({"cluster_secret_file": str(readable)}, "is accessible to other users: chmod 600"),
+        ({"cluster_secret_file": str(readable)}, "is accessible to other users: run chmod 600"),
     ]
     started = [(node(machines, 1, options | different), message) for different, message in refused]
     wrong_secret = tmp_path / "wrong-secret"

@@ -66,7 +66,7 @@ def _check_vision(options: EngineOptions, config: ModelConfig, speculative: Spec
 
 
 def _check_ranks(options: EngineOptions, config: ModelConfig) -> None:
-    """Raise ``PenstockError`` for numbers of nodes and ranks among which the model cannot be divided."""
+    """Raise ``PenstockError`` if the model cannot be divided among the given numbers of nodes and ranks."""
     if options.nnodes > 1 or options.node_rank:
         from ..executor.rendezvous import check_nodes
 

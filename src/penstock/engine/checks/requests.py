@@ -86,7 +86,7 @@ def _check_tokens(request: EngineRequest, vocabulary: int) -> None:
         _check_range(field, token_ids, vocabulary)
     if len(sampling.banned_token_ids) == vocabulary:
         raise invalid("bad_word_ids", f"exclude all {vocabulary} tokens of the vocabulary; allow at least one")
-    size = len(request.prompt) * vocabulary * 4  # float32
+    size = len(request.prompt) * vocabulary * 4  # a logit is a float32, 4 bytes
     if sampling.return_context_logits and size > MAX_VALUE_BYTES:
         message = f"takes {size} bytes of logits; at most {MAX_VALUE_BYTES} can be returned; shorten the prompt"
         raise invalid("return_context_logits", message, MAX_VALUE_BYTES)

@@ -63,4 +63,4 @@ class Executor(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End the workers."""
+        """End the workers. No other method may be called afterwards."""

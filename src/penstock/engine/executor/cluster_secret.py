@@ -35,8 +35,8 @@ def read_secret(file: str, make: bool) -> bytes:
         _make(path)
     try:
         with path.open("rb") as opened:
-            if os.fstat(opened.fileno()).st_mode & (stat.S_IRWXG | stat.S_IRWXO):  # permissions of group and others
-                raise invalid(FIELD, f"{path} is accessible to other users: chmod 600 {path}")
+            if os.fstat(opened.fileno()).st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+                raise invalid(FIELD, f"{path} is accessible to other users: run chmod 600 {path}")
             secret = opened.read(4096).strip()
     except OSError as error:
         advice = "leave out this option to create a secret" if make else "copy this file from node 0, which creates it"
@@ -57,4 +57,4 @@ def _make(path: Path) -> None:
         return
     except OSError as error:
         raise invalid(FIELD, f"{path} cannot be created: {error.strerror}; give the path of another file") from error
-    logger.warning("created the cluster secret: copy %s to the same path on every other node", path)
+    logger.warning("created the cluster secret %s: copy this file to the same path on every other node", path)

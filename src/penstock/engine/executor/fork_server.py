@@ -55,7 +55,7 @@ class _Fork(msgspec.Struct, tag=True):
 
 
 class _Forked(msgspec.Struct, tag=True):
-    """A worker was forked. Sent with its ``pidfd``."""
+    """The reply to ``_Fork``. Sent with a ``pidfd`` of the worker."""
 
     number: int
     pid: int
@@ -121,7 +121,7 @@ class ForkServer:
         self._forked: dict[int, tuple[int, list[int]]] = {}
         """Process id and ``pidfd`` of workers not yet returned by ``fork``, by number."""
         self._statuses: dict[int, int] = {}
-        """Exit statuses, by worker number."""
+        """Exit statuses of ended workers, by worker number."""
         self._unwanted: set[int] = set()
         """Numbers of the workers to kill: their ``fork`` was interrupted, and they have not ended yet."""
         self._lock = threading.Lock()
@@ -209,7 +209,7 @@ class ForkServer:
 
     def _ended(self) -> PenstockError:
         status = self._process.wait()
-        message = f"the workers' fork server has ended ({exit_reason(status)}); its standard error has the cause"
+        message = f"the workers' fork server has ended ({exit_reason(status)}); see its standard error for the cause"
         return PenstockError(Code.INTERNAL, message)
 
 
@@ -335,5 +335,6 @@ def _run_worker(message: _Fork) -> NoReturn:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError, ProcessLookupError):  # the parent has ended
+    # These errors mean that the parent process has ended.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError, ProcessLookupError):
         main()

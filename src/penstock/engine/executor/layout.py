@@ -65,7 +65,7 @@ class RankInfo(msgspec.Struct, frozen=True):
         )
 
     def _stage_ranks_on(self, node: int) -> list[int]:
-        """World ranks of this stage on a node."""
+        """World ranks of this rank's pipeline stage that are on ``node``."""
         ranks = range(self.stage * self.size, (self.stage + 1) * self.size)
         return [rank for rank in ranks if rank // self.local_size == node]
 

@@ -92,7 +92,7 @@ class LocalRanks:
                     os.close(each.descriptor)
 
     def progress(self) -> list[tuple[int, int, int]]:
-        """Progress of each rank (``penstock.parallel.shared_memory.RankProgress``)."""
+        """Progress of each rank in its current step, read from shared memory (``shared_memory.RankProgress``)."""
         if self._memory is None:
             return [(0, 0, 0)]
         from penstock.parallel.shared_memory import rank_progress
@@ -100,7 +100,7 @@ class LocalRanks:
         return rank_progress(self._memory, [(info.stage, info.rank) for info in self._infos])
 
     def kill(self) -> None:
-        """Kill all processes."""
+        """Kill all worker processes of this node."""
         for process in self.processes:
             process.kill()
 

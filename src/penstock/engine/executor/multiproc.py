@@ -43,7 +43,7 @@ from .remote_node import RemoteNode, RemoteRank
 from .rendezvous import Links, all_ranks, gather_nodes
 
 LOAD_TIMEOUT = 1800.0
-"""Maximum seconds to load a model or an adapter."""
+"""Maximum duration of ``LONG_CALLS``, such as loading a model or an adapter, seconds."""
 TIMEOUT_FACTOR = 0.9
 """Fraction of ``engine_iteration_timeout`` after which workers are killed. Below 1, so that the engine reports the
 worker before the engine is itself killed for not answering."""
@@ -91,7 +91,7 @@ class MultiprocExecutor(Executor):
         """Unfinished calls, by number."""
         self._num_calls = 0
         self._last_collected = 0.0
-        """Time at which the last step was collected."""
+        """Time at which the last step was collected (monotonic clock)."""
         self._num_abandoned = 0
         """Number of steps in flight whose output will be dropped, because their ``collect`` was interrupted."""
         nodes: list[RemoteNode] = []
@@ -200,7 +200,7 @@ class MultiprocExecutor(Executor):
                 to.send(encoded, deadline)
         except (TimeoutError, PeerLostError) as error:
             self._lost(error, to)
-        except KeyboardInterrupt:  # the message may be partly written
+        except KeyboardInterrupt:  # the message may be written in part, so that workers cannot read further messages
             self._kill()
             raise
 
@@ -240,7 +240,7 @@ class MultiprocExecutor(Executor):
             case LoadLoRA(path=path) | LoadWeights(path) if any(value != values[0] for value in values):
                 kind, field = ("adapters", "lora_path") if isinstance(pending.call, LoadLoRA) else ("weights", "path")
                 raise invalid(field, f"the ranks read different {kind} from {path}: put the same files on all nodes")
-            case ReadExpertLoad():  # pipeline stages have different layers
+            case ReadExpertLoad():  # each pipeline stage returns the counters of its layers
                 return {layer: counts for layers in values for layer, counts in layers.items()}
         return values[0]
 

@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 class NodeLostError(ConnectionError):
-    """The connection is lost or was closed."""
+    """The connection to the other node is lost, or was closed by either end."""
 
 
 class SecretError(Exception):
@@ -54,7 +54,7 @@ class SecretError(Exception):
 
 
 class Challenge(msgspec.Struct, frozen=True):
-    """The first message, from the listening end."""
+    """The first message of the handshake, sent by the listening end."""
 
     nonce: bytes
     version: str = __version__
@@ -62,7 +62,7 @@ class Challenge(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """The connecting end's answer to a ``Challenge``."""
+    """The answer to a ``Challenge``, sent by the connecting end."""
 
     nonce: bytes
     proof: bytes
@@ -70,7 +70,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """The listening end's answer to an ``Answer``. ``proof`` is empty if the connection is refused."""
+    """The reply to an ``Answer``, sent by the listening end. ``proof`` is empty if the connection is refused."""
 
     proof: bytes = b""
 

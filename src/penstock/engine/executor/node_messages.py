@@ -29,7 +29,7 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
     reason: str
     retry: bool = False
-    """True if the node may join later."""
+    """True if the node may try to join again later."""
 
 
 class StartRanks(msgspec.Struct, tag=True, frozen=True):
@@ -47,13 +47,13 @@ class LinkRanks(msgspec.Struct, tag=True, frozen=True):
 
     session: bytes
     lower: int
-    """World rank on the listening node."""
+    """World rank of the connected rank on the listening node."""
     higher: int
-    """World rank on the connecting node."""
+    """World rank of the connected rank on the connecting node."""
 
 
 class RanksStarted(msgspec.Struct, tag=True, frozen=True):
-    """The reply to ``StartRanks``."""
+    """The reply to ``StartRanks``: the processes of the node's ranks are running."""
 
     pids: list[int]
     """Process ids of the node's ranks."""
@@ -73,7 +73,7 @@ class GetProgress(msgspec.Struct, tag=True, frozen=True):
 
 
 class RankProgress(msgspec.Struct, tag=True, frozen=True):
-    """The reply to ``GetProgress``."""
+    """The reply to ``GetProgress``: how far the node's ranks have computed their current steps."""
 
     progress: list[tuple[int, int, int]]
     """Progress of each rank of the node (``penstock.parallel.shared_memory.RankProgress``)."""

@@ -120,7 +120,7 @@ class NodeProcess:
                 reason = error.strerror or str(error) or "no answer"
             if wait_log.overdue:
                 timeout = f"{self._options.node_timeout:g} seconds (--node-timeout)"
-                message = f"{self._where} has not answered within {timeout}: {reason.lower()}"
+                message = f"{self._where} has not answered within {timeout}: {reason.lower()}; is it started?"
                 raise PenstockError(Code.UNAVAILABLE, message, "master_addr")
             wait_log.log(lambda: f"waiting for {self._where}: {reason.lower()}")  # noqa: B023
             self._stopped.wait(POLL)
@@ -229,7 +229,7 @@ class _Relay:
         return False
 
     def _from_node_0(self) -> bool:
-        """Handle the fetched messages. Returns True after ``Close``."""
+        """Handle the fetched messages of node 0. Returns True after ``Close``."""
         while taken := self._link.take():
             channel, message = taken
             if channel == ALL_RANKS:

@@ -1,4 +1,4 @@
-"""The executor's handle of a worker process."""
+"""The executor's handle of a worker process on the same node."""
 
 from __future__ import annotations
 

@@ -52,9 +52,9 @@ PLACEMENT_GROUP = "PENSTOCK_RAY_PLACEMENT_GROUP"
 NODE_ID = "ray.io/node-id"
 """Name of Ray's node label that contains the node id."""
 POLL = 0.2
-"""Polling interval, seconds."""
+"""Interval at which Ray's state is polled, seconds."""
 CONNECT_TIMEOUT = 5.0
-"""Maximum seconds to connect to the cluster's head."""
+"""Maximum duration of one attempt to connect to the head of the cluster, seconds."""
 
 
 class RayExecutor(MultiprocExecutor):
@@ -91,7 +91,7 @@ class _Placement:
 
     def __init__(self, options: EngineOptions) -> None:
         if options.nnodes > 1 or options.node_rank:
-            message = "Ray places the ranks: remove nnodes and node_rank, or distributed_executor_backend=ray"
+            message = f"{options.nnodes} given, but Ray chooses the nodes: remove nnodes and node_rank, or {FIELD}=ray"
             raise invalid("nnodes", message, 1)
         if options.data_parallel_size > 1:
             message = f"data_parallel_size {options.data_parallel_size}: a model on a Ray cluster has one engine; use 1"
@@ -121,7 +121,7 @@ class _Placement:
         self._await_bundles()
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
         if len(nodes) != self._world:
-            raise invalid(FIELD, f"the placement group has {len(nodes)} bundles; {self._world} ranks need one each")
+            raise invalid(FIELD, f"the placement group has {len(nodes)} bundles; the {self._world} ranks need one each")
         counts = Counter(nodes.values())
         size = math.gcd(*counts.values())
         master = ray.util.get_node_ip_address()
@@ -237,7 +237,7 @@ def _await_head(timeout: float) -> None:
     """Wait until the cluster at ``RAY_ADDRESS`` answers. Without this, ``ray.init`` would wait for 15 minutes."""
     address = os.environ.get("RAY_ADDRESS", "")
     host, _, port = address.rpartition(":")
-    if not host or "/" in host:  # auto, local, or a Ray Client address
+    if not host or "/" in host:  # the address is "auto", "local", or that of a Ray Client
         return
     wait_log = WaitLog(timeout)
     while True:

@@ -61,7 +61,7 @@ PER_NODE_OPTIONS = (
     "node_rank",
     "expert_placement",
 )
-"""Options that may differ between nodes."""
+"""Options that may differ between nodes. Each node uses its value of them."""
 PLACEMENT = "expert_placement"
 """Key of the expert placement's file in ``model_digests``."""
 LOG_INTERVAL = 10.0
@@ -69,7 +69,7 @@ LOG_INTERVAL = 10.0
 LINK_TIMEOUT = 60.0
 """Maximum seconds to connect the ranks after all nodes have joined."""
 POLL = 0.2
-"""Polling interval, seconds."""
+"""Interval at which waiting loops check for events, seconds."""
 BACKLOG = 64
 MAX_HANDSHAKES = 64
 """Maximum number of connections being authenticated. A further connection closes the oldest one, so that peers that
@@ -92,7 +92,7 @@ def model_digests(options: EngineOptions) -> dict[str, str]:
 
 
 def check_nodes(options: EngineOptions) -> None:
-    """Check ``nnodes`` and ``node_rank``. Raises ``PenstockError``."""
+    """Raise ``PenstockError`` if ``nnodes``, ``node_rank`` and the parallel sizes do not fit together."""
     world = options.tensor_parallel_size * options.pipeline_parallel_size
     if world % options.nnodes:
         message = (
@@ -101,7 +101,8 @@ def check_nodes(options: EngineOptions) -> None:
         )
         raise invalid("nnodes", message, options.nnodes)
     if options.node_rank >= options.nnodes:
-        raise invalid("node_rank", f"{options.node_rank} is not below nnodes, {options.nnodes}", options.nnodes - 1)
+        message = f"{options.node_rank} is not below nnodes, {options.nnodes}; ranks of nodes start from 0"
+        raise invalid("node_rank", message, options.nnodes - 1)
     if options.nnodes > 1 and options.data_parallel_size > 1:
         message = (
             f"a model on several nodes has one engine; data_parallel_size must be 1, not {options.data_parallel_size}"
@@ -364,7 +365,7 @@ def _taken(joined: dict[int, tuple[NodeLink, Join]], join: Join) -> str:
     earlier connection may belong to the same node, and its loss may not be detected yet."""
     if join.node_rank not in joined:
         return ""
-    return f"{joined[join.node_rank][0].host} has already joined as node_rank {join.node_rank}"
+    return f"{joined[join.node_rank][0].host} has already joined as node_rank {join.node_rank}; give each node another"
 
 
 def _check_alive(joined: dict[int, tuple[NodeLink, Join]]) -> None:
@@ -448,7 +449,8 @@ def connect_links(
                 link = connect(addresses[peer], secret)
             except (OSError, SecretError) as error:
                 host, port = addresses[peer]
-                raise UnreachableError(f"node {peer} at {host}:{port} cannot be reached: {error}") from error
+                message = f"node {peer} at {host}:{port} cannot be reached: {error}; check network and firewall"
+                raise UnreachableError(message) from error
             link.send(encode(LinkRanks(session, lower, higher)), deadline=time.monotonic() + LINK_TIMEOUT)
             _add(links, higher, lower, link, options)
 

@@ -23,9 +23,9 @@ class Descriptors(msgspec.Struct, frozen=True):
 
     memory: int
     written: int
-    """``eventfd`` that counts bytes written."""
+    """``eventfd`` that counts the bytes written to the ring."""
     read: int
-    """``eventfd`` that counts bytes read."""
+    """``eventfd`` that counts the bytes read from the ring."""
     capacity: int
     """Size of the ring, bytes."""
 
@@ -82,7 +82,7 @@ class _RingEndpoint:
 
 
 class Writer(_RingEndpoint):
-    """The end that sends messages."""
+    """The end of a ring that sends messages."""
 
     def __init__(self, descriptors: Descriptors, poller: Poller) -> None:
         super().__init__(descriptors, descriptors.read, descriptors.written, descriptors.capacity, poller)
@@ -104,7 +104,7 @@ class Writer(_RingEndpoint):
 
 
 class Reader(_RingEndpoint):
-    """The end that receives messages."""
+    """The end of a ring that receives messages."""
 
     def __init__(self, descriptors: Descriptors, poller: Poller) -> None:
         super().__init__(descriptors, descriptors.written, descriptors.read, 0, poller)

@@ -25,7 +25,7 @@ class LoadWeights(msgspec.Struct, tag=True, frozen=True):
 
 
 class CommitWeights(msgspec.Struct, tag=True, frozen=True):
-    """Use the loaded weights."""
+    """Replace the weights in use by the weights of ``LoadWeights``."""
 
     running: WeightUpdateMode = "finish"
 
@@ -54,7 +54,7 @@ class Sleep(msgspec.Struct, tag=True, frozen=True):
 
 
 class WakeUp(msgspec.Struct, tag=True, frozen=True):
-    """Restore what ``Sleep`` has freed."""
+    """End ``Sleep``: load the weights and allocate the KV cache again."""
 
     tags: tuple[str, ...] | None = None
     """Parts to restore (``weights``, ``kv_cache``); None: all."""
@@ -135,7 +135,7 @@ class ActionQueue:
         self._engine = engine
         self._snapshot = snapshot
         self.pending: list[PendingAction] = []
-        """Actions not yet returned by ``take_done``."""
+        """Started actions that ``take_done`` has not returned yet."""
 
     def start(self, client: bytes, call_id: int, action: EngineAction) -> None:
         """Start an action. ``take_done`` returns it when it has ended."""

@@ -35,7 +35,7 @@ UNHEALTHY_SHARE = 0.25
 """Fraction of ``engine_iteration_timeout`` by which the heartbeat may be overdue before new requests are refused."""
 MAX_STOPPED = 3.0
 """Seconds for which an engine process may be stopped, for example by SIGSTOP, before new requests are refused."""
-ENGINE_DIED = Failure(Code.UNAVAILABLE, "the engine died; it is being started again: retry")
+ENGINE_DIED = Failure(Code.UNAVAILABLE, "the engine died; it is being started again, try again soon")
 
 
 class EngineClient:
@@ -77,7 +77,7 @@ class EngineClient:
         self._on_ready = on_ready
         self._loop = asyncio.get_running_loop()
         self._unavailable = STARTING
-        """Error for requests while no engine is connected."""
+        """Error of new requests while no engine is connected."""
         if is_remote(address):
             message = f"the engine at {self.name} has not answered yet; try again soon"
             self._unavailable = Failure(Code.UNAVAILABLE, message)
@@ -193,7 +193,7 @@ class EngineClient:
             del self._calls[call_id]
 
     def stop_serving(self, failure: Failure) -> None:
-        """Fail open requests and refuse new ones with ``failure``."""
+        """Fail open requests and refuse new requests with ``failure``."""
         self._refusing = True
         self._engine_changed.set()  # ``ready`` waits for this event
         self._fail_open_requests(failure)
@@ -345,7 +345,7 @@ class EngineClient:
         self._stats, self._clock_offset, self._stopping = messages.Stats(), None, False
         if not self._refusing:
             self._engine_changed.clear()
-            lost = Failure(Code.UNAVAILABLE, f"the engine at {self.name} was lost: retry")
+            lost = Failure(Code.UNAVAILABLE, f"the engine at {self.name} was lost; try again soon")
             self._fail_open_requests(lost if self._connection.remote else ENGINE_DIED)
         self._connect()
         self._send(messages.Connect())

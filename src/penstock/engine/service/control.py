@@ -42,7 +42,7 @@ class UpdateWeights(msgspec.Struct, tag=True, frozen=True):
 
 
 ModelAction: TypeAlias = UpdateWeights | PauseGeneration | ResumeGeneration | Sleep | WakeUp
-"""Actions on a model."""
+"""Actions that ``ModelControl`` executes on all engines of a model."""
 
 
 class ModelControl:
@@ -110,7 +110,8 @@ class ModelControl:
 
     async def _update_weights(self, update: UpdateWeights) -> None:
         if self._updating:
-            raise PenstockError(Code.UNAVAILABLE, "other weights are being loaded; wait until they are in use")
+            message = "a weight update is in progress; wait until it has ended"
+            raise PenstockError(Code.UNAVAILABLE, message)
         self._updating = True
         try:
             try:
@@ -147,7 +148,7 @@ class ModelControl:
         """Handle that an engine has connected, or that its state has changed."""
         if self._pids.setdefault(replica, engine.pid) == engine.pid:
             return
-        self._pids[replica] = engine.pid  # the engine was restarted
+        self._pids[replica] = engine.pid  # another process id means that the engine was restarted
         if not self._updating and len(self._clients) > 1 and engine.state.weights_path != self._processes.weights:
             message = "engine %d has the weights %r, the other replicas have %r: restarting it"
             logger.error(message, replica, engine.state.weights_path, self._processes.weights)
@@ -162,7 +163,7 @@ class ModelControl:
         try:
             await client.call(action)
         except PenstockError as error:
-            logger.error("a restarted engine could not be paused like the others: %s", error)
+            logger.error("the restarted engine %s could not be paused: %s", client.address, error)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

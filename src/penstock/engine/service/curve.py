@@ -46,7 +46,7 @@ def _engine_keys(secret: bytes) -> tuple[bytes, bytes]:
     accepted. Client keys need not be authenticated.
     """
     if not zmq.has("curve"):
-        message = "the installed ZeroMQ library lacks CURVE, which connections between hosts need: "
-        raise PenstockError(Code.UNSUPPORTED, message + "install pyzmq from its wheel", "engine_address")
+        message = "the installed ZeroMQ library has no CURVE encryption, which connections between hosts need: install "
+        raise PenstockError(Code.UNSUPPORTED, message + "pyzmq from its wheel", "engine_address")
     private = z85.encode(hmac.digest(secret, b"penstock engine's CURVE key", "sha256"))
     return zmq.curve_public(private), private

@@ -36,7 +36,7 @@ class Instance(msgspec.Struct, frozen=True):
     address: str
     """Address of the engine, host:port."""
     role: str
-    """The engine's option ``role``."""
+    """Role of the engine: ``mixed``, ``prefill`` or ``decode``."""
     fingerprint: str
     weights_version: str
 

@@ -74,7 +74,7 @@ class EngineProcess:
         self.closing = False
         """True after ``close`` was called."""
         self.restarts = True
-        """True if the process is restarted when it ends."""
+        """True if ``watch`` restarts the process when it ends."""
 
     async def start(self) -> messages.Ready:
         """Start the process and wait until it has loaded the model. Raises ``PenstockError`` if it cannot start."""
@@ -123,7 +123,7 @@ class EngineProcess:
         return status
 
     def kill(self) -> None:
-        """Kill the process."""
+        """Kill the engine process. Does nothing if it is not running."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
@@ -211,7 +211,7 @@ class EngineProcesses:
 
     @property
     def reports(self) -> list[messages.Ready]:
-        """Reports of the running engines."""
+        """Reports of the running engines, in order of the replica."""
         return [engine.ready for engine in self._engines if engine.ready]
 
     @property
@@ -249,7 +249,7 @@ class EngineProcesses:
             engine.restarts = False
 
     def kill(self) -> None:
-        """Kill the processes."""
+        """Kill all engine processes of the model."""
         for engine in self._engines:
             engine.kill()
 

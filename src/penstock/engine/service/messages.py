@@ -23,9 +23,9 @@ CLIENT_TIMEOUT = 5.0
 LOOP_TIMEOUT = 30.0
 """Maximum seconds for which a client with a blocked event loop sends ``ProcessAlive`` messages."""
 ENGINE_ASLEEP = Failure(Code.UNAVAILABLE, "the engine sleeps; wake it up, then try again")
-"""Error for requests while the engine sleeps."""
+"""Error of requests that arrive while the engine sleeps."""
 ENGINE_STOPPING = Failure(Code.UNAVAILABLE, "the engine is stopping; try again later")
-"""Error for requests after ``Stopping``."""
+"""Error of requests that arrive after the engine has sent ``Stopping``."""
 
 # --- From clients to the engine --------------------------------------------------------------------------------------
 
@@ -123,19 +123,19 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     prefix_caching: bool = True
     """The option ``enable_prefix_caching``."""
     role: str = "mixed"
-    """The option ``role``."""
+    """Role of the engine: ``mixed``, ``prefill`` or ``decode``."""
     state: EngineState = EngineState()
-    """Weights and sleep state."""
+    """Weights, pause and sleep state of the engine."""
     tokenizer_version: str = ""
-    """``tokenizer_version`` of the model's folder."""
+    """Hash of the model's tokenizer (``instance.tokenizer_version``)."""
     kv_address: str = ""
     """Address (host:port) from which decode instances pull KV; empty unless this is a prefill instance."""
     engine_address: str = ""
     """Address (host:port, with the bound port) for routers; empty without the option ``engine_address``."""
     protocol: int = 0
-    """``PROTOCOL`` of the engine."""
+    """``PROTOCOL`` of the engine's version of Penstock."""
     version: str = ""
-    """Penstock's version."""
+    """The engine's version of Penstock."""
 
     @property
     def weights_version(self) -> str:
@@ -168,7 +168,7 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     blocks_used: int = 0
     """Number of KV blocks held by sequences."""
     preemptions: int = 0
-    """Counter of preemptions."""
+    """Counter of preemptions of sequences, for lack of KV blocks."""
     num_preempted_waiting: int = 0
     """Number of preempted sequences in the queue."""
     num_swapped: int = 0
@@ -176,7 +176,7 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     blocks_reused: int = 0
     """Counter of KV blocks found in the prefix cache."""
     steps: int = 0
-    """Counter of steps."""
+    """Counter of computed steps."""
     steps_by_tokens: list[int] = []
     """Counters of steps by number of tokens: one per bucket of ``step_statistics.BUCKETS``."""
     step_tokens: int = 0
@@ -200,9 +200,9 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     drafts: int = 0
     """Counter of drafts in speculative decoding."""
     draft_tokens: int = 0
-    """Counter of draft tokens."""
+    """Counter of draft tokens that steps have verified."""
     accepted_tokens: int = 0
-    """Counter of accepted draft tokens."""
+    """Counter of draft tokens that were accepted."""
     accepted_at: list[int] = []
     """Counters of accepted draft tokens: one per position in the draft."""
     kv_transfers: int = 0
@@ -284,7 +284,8 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
 
     @classmethod
     def total(cls, replicas: list[Stats]) -> Stats:
-        """Combined statistics of several replicas."""
+        """Combine the statistics of several replicas: sums, except for the fields in ``LISTS`` and ``MAXIMA``, lists of
+        adapters, and the state of the first replica."""
 
         def values(name: str) -> Any:
             return [getattr(replica, name) for replica in replicas]
@@ -337,13 +338,13 @@ class Stopped(msgspec.Struct, tag=True, frozen=True):
 
 
 class CallResult(msgspec.Struct, tag=True, frozen=True):
-    """The result of a ``Call``."""
+    """The reply to ``Call``, sent when the action has ended."""
 
     call_id: int
     failure: Failure | None = None
     """Error of a failed call; None if the call succeeded."""
     snapshot: Snapshot | None = None
-    """The result of ``Inspect``."""
+    """Result of ``Inspect``; None for other actions."""
 
 
 # --- Messages that cannot be decoded ---------------------------------------------------------------------------------
@@ -386,7 +387,7 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class StartFailed(msgspec.Struct, tag=True, frozen=True):
-    """The engine could not start."""
+    """The engine could not start. It writes this report, and exits."""
 
     failure: Failure
 

@@ -284,7 +284,7 @@ class EnginePool:
             replica.client.stop_serving(failure)
 
     async def close(self) -> None:
-        """Fail open requests and disconnect."""
+        """Fail open requests, and disconnect from all engines."""
         self._refusing = self._refusing or STOPPING
         await asyncio.gather(*(replica.client.close() for replica in self._replicas), *self._closing)
 
@@ -369,7 +369,7 @@ class EnginePool:
         return available
 
     def _cached_tokens(self, request: EngineRequest) -> dict[Replica, int]:
-        """Number of leading prompt tokens cached by each replica."""
+        """Estimated number of leading prompt tokens that each replica has cached."""
         if not self._has_choice:
             return dict.fromkeys(self._replicas, 0)
         self._prefixes.set_capacity([replica.client.engine for replica in self._replicas])
@@ -377,7 +377,7 @@ class EnginePool:
         return {replica: counts[replica.number] for replica in self._replicas}
 
     def _route(self, request: EngineRequest, available: list[Replica], cached: dict[Replica, int]) -> Replica:
-        """Choose a replica of ``available`` for a request."""
+        """Choose the replica of ``available`` with the least cost for a request (see ``EnginePool``)."""
         available = [replica for replica in available if replica.has_adapter(request.adapter)] or available
         available = [replica for replica in available if replica.client.overdue < MAX_OVERDUE] or available
         # Rendezvous hashing: all processes choose the same replica, also after other replicas were added or removed.
@@ -510,7 +510,7 @@ def _needs_hidden_states(request: EngineRequest) -> bool:
 
 
 def _is_rejected(delta: TokenDelta) -> bool:
-    """True if a replica has rejected the request because its queue is full or it is stopping."""
+    """True if a replica has rejected the request because the queue is full or the engine is stopping."""
     failure = delta.failure
     if failure is None:
         return False

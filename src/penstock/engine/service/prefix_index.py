@@ -33,13 +33,13 @@ class PrefixIndex:
         self._capacity = tokens // largest
 
     def cached_tokens(self, request: EngineRequest, replicas: int) -> list[int]:
-        """Number of leading prompt tokens cached by each replica.
+        """Estimated number of leading prompt tokens that each replica has cached.
 
         Args:
             replicas: number of replicas.
         """
         counts, left = [0] * replicas, -1
-        reusable = request.prompt[:-1]  # the last token is always computed
+        reusable = request.prompt[:-1]  # engines always compute the last token of a prompt
         for number, block in enumerate(self._hashes(request, reusable), 1):
             left &= self._blocks.get(block, 0)
             if not left:
@@ -72,7 +72,7 @@ class PrefixIndex:
         size = self._block_size * array("i").itemsize
         try:
             data = array("i", tokens).tobytes()
-        except OverflowError:  # invalid token ids, which the engine rejects
+        except OverflowError:  # the engine will reject these invalid token ids
             return
         images = tuple((image.offset, image.content_hash) for image in request.images)
         before = hash((request.adapter, request.cache_salt))

@@ -1,4 +1,4 @@
-"""An engine of a pool, and an open request."""
+"""State that ``EnginePool`` keeps for each engine and for each open request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .instance import Instance
 
 
 class Replica:
-    """An engine of a pool.
+    """An engine of an ``EnginePool``.
 
     Args:
         number: bit of the replica in the ``PrefixIndex``.

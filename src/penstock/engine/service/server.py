@@ -70,7 +70,7 @@ DISCONNECT_TIMEOUT = 2.0
 MAX_PROMPT_LOGPROBS = 64
 """Maximum number of prompt positions whose logprobs are sent in one message."""
 CLIENT_SILENT = Failure(
-    Code.UNAVAILABLE, f"the API process of the request has sent nothing for {messages.CLIENT_TIMEOUT:g} seconds"
+    Code.UNAVAILABLE, f"the request's API process has sent nothing for {messages.CLIENT_TIMEOUT:g} seconds; try again"
 )
 
 
@@ -96,9 +96,9 @@ class EngineServer:
         self._socket = _router_socket()
         self._socket.bind(address)
         self._remote: zmq.Socket[bytes] | None = None
-        """Socket for clients over TCP."""
+        """Socket for clients over TCP; None without the option ``engine_address``."""
         self._engine_address = ""
-        """Address for clients over TCP, host:port."""
+        """Address of the socket for clients over TCP, host:port; empty without this socket."""
         self._remote_clients: set[bytes] = set()
         self._signals, signal_sender = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(signal_sender)
@@ -163,7 +163,7 @@ class EngineServer:
     def _start_engine(self) -> None:
         """Load the model. Raises ``PenstockError`` if it cannot be loaded."""
         if self._options.role == "router":
-            raise invalid("role", "a router has no engine: start it with penstock serve --role router")
+            raise invalid("role", "router is no role of an engine: start a router with penstock serve --role router")
         if self._options.engine_address:
             self._listen(self._options.engine_address)
         if self._options.role != "mixed" and not self._options.enable_prefix_caching:

@@ -11,7 +11,7 @@ class SequenceState(msgspec.Struct, frozen=True):
     id: str
     """Last characters of the request id, then ``/`` and the sequence's index in the request if the index is not 0."""
     state: str
-    """``running``, ``waiting``, or ``preempted``."""
+    """State of the sequence: ``running``, ``waiting``, or ``preempted``."""
     prompt_tokens: int
     cached_tokens: int
     """Number of prompt tokens found in the prefix cache."""
@@ -29,12 +29,12 @@ class StepPart(msgspec.Struct, frozen=True, array_like=True):
 
     id: str
     tokens: int
-    """Number of computed tokens, including drafts."""
+    """Number of tokens computed for the sequence, including draft tokens."""
     is_prefill: bool
 
 
 class Step(msgspec.Struct, frozen=True):
-    """A computed step."""
+    """A step that the engine has computed."""
 
     ago: float
     """Seconds from the start of the step until the snapshot."""
@@ -44,7 +44,7 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """The state of an engine."""
+    """The state of an engine at one time: KV blocks, sequences and the last steps."""
 
     block_size: int
     """Number of tokens per KV block."""

@@ -40,7 +40,7 @@ def _apply_timestamp_rules(logits: Tensor, tokens: list[int], rules: DecodingRul
     start of the next one, and do not decrease. The transcript begins with a timestamp. If all timestamps together are
     more likely than every other token, the next token must be a timestamp."""
     begin = rules.timestamp_begin
-    logits[begin - 1] = EXCLUDED  # this token is <|notimestamps|>
+    logits[begin - 1] = EXCLUDED  # the token before the first timestamp is <|notimestamps|>
     if not tokens:
         logits[:begin] = EXCLUDED
         logits[begin + rules.max_initial_timestamp + 1 :] = EXCLUDED

@@ -22,7 +22,7 @@ def fingerprint(ops: Ops, model: Model, quantization: str, kv_spec: KVSpec) -> s
         quantization: format of the weights, a key of ``SCHEMES``.
         kv_spec: KV cache of any layer, as the caches of all layers have the same dtype.
     """
-    capability = torch.backends.cpu.get_cpu_capability().lower()  # affects RoPE tables and sampling (by PyTorch)
+    capability = torch.backends.cpu.get_cpu_capability().lower()  # PyTorch computes RoPE tables and samples tokens
     parts = [ops.fingerprint(), f"torch{torch.__version__}", capability, str(model.dtype).removeprefix("torch.")]
     if model.config.model_impl == "transformers":
         parts.append(f"transformers{metadata.version('transformers')}")

@@ -29,9 +29,9 @@ class InputBatch:
         """Token ids, ``[rows, max_len + 1]``. The last column holds the token sampled after ``max_len`` tokens, which
         no step computes."""
         self.tables = np.zeros((rows, -(-max_len // block_size)), np.int32)
-        """Block tables, ``[rows, blocks]``."""
+        """Block tables: numbers of the KV blocks of each row in token order, ``[rows, blocks]``."""
         self.rows: list[Row | None] = [None] * rows
-        """Row by number; None before the row's first sequence."""
+        """State of each row, by row number; None before the row's first sequence."""
         self.lora_slots = np.full(rows, -1, np.int32)
         """Slot of each row's adapter, ``[rows]``; -1: no adapter."""
         self._any_lora = False
@@ -39,10 +39,10 @@ class InputBatch:
         """Offset from the index of a token after the prompt to its M-RoPE position, ``[rows]``."""
         self._max_len = max_len
         self._second_texts = np.zeros(rows, np.int64)
-        """``NewRow.second_text``, ``[rows]``."""
+        """Index of the first token of the second text of each row (``NewRow.second_text``), ``[rows]``."""
         self._any_second_text = False
         self.prompt_outputs = np.zeros(rows, bool)
-        """``Row.has_prompt_outputs``, ``[rows]``."""
+        """True for each row with outputs for the prompt (``Row.has_prompt_outputs``), ``[rows]``."""
         self.any_prompt_outputs = False
         self._in_flight = np.full((2, rows), -1, np.int64)
         """Token that the device is still sampling for each row, ``[2, rows]``: its position in the row, and its index
@@ -105,7 +105,7 @@ class InputBatch:
         self._any_in_flight = bool((self._in_flight[0] >= 0).any())
 
     def needs_token_values(self, number: int) -> bool:
-        """``Row.needs_token_values``; False before the row's first sequence."""
+        """True if sampling for a row needs its previous tokens on the host (``Row.needs_token_values``)."""
         row = self.rows[number]
         return row is not None and row.needs_token_values
 

@@ -37,7 +37,7 @@ from .fingerprint import fingerprint
 
 
 class LoadedModels(NamedTuple):
-    """A worker's models, with their kernels and device."""
+    """The models of a worker, with kernels, device and properties."""
 
     ops: Ops
     device: torch.device
@@ -184,7 +184,7 @@ def _config_of(folder: Path, config: ModelConfig) -> ModelConfig:
     Raises ``PenstockError`` (``invalid``) if the folder does not exist or its ``config.json`` describes another model.
     """
     if not folder.is_dir():
-        raise invalid("path", f"{folder} is not a folder on this machine")
+        raise invalid("path", f"{folder} is not a folder on this machine; give the folder of a checkpoint")
     if not (folder / "config.json").exists():
         return config
     read = read_config(folder, config.model_impl)
@@ -216,11 +216,11 @@ def device_of(name: str) -> torch.device:
 
 
 class Draft(NamedTuple):
-    """A draft model, or draft heads."""
+    """Draft model or draft heads selected by the options."""
 
     folder: Path
     method: str
-    """``draft_model``, or one of ``METHODS``."""
+    """Drafting method: ``draft_model``, or a method with heads, one of ``METHODS``."""
     config: ModelConfig | None
     """Configuration of a draft model; None for draft heads."""
 

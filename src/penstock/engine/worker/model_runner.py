@@ -186,7 +186,7 @@ class ModelRunner:
         torch.cuda.synchronize(self.device)
         self.init_cache(blocks, 0, graph_sizes=())
         without = torch.cuda.memory_reserved(self.device)
-        self.init_cache(blocks, 0, graph_sizes=self._graph_sizes[-1:])  # smaller graphs share the memory of the largest
+        self.init_cache(blocks, 0, graph_sizes=self._graph_sizes[-1:])  # smaller graphs share the largest one's memory
         graphs = max(torch.cuda.memory_reserved(self.device) - without, 0)
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)

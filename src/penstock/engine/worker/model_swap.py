@@ -70,7 +70,8 @@ class ModelSwap:
             raise PenstockError(Code.UNSUPPORTED, message, "path")
 
     def read(self, path: str) -> Model:
-        """Read and pack the weights of a folder; empty: of the served model. May be called in another thread."""
+        """Read and pack the weights in folder ``path``; empty: the folder of the served model. May be called in another
+        thread."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         with torch.inference_mode():
@@ -109,7 +110,7 @@ class ModelSwap:
         return_memory()
 
     def drop(self) -> None:
-        """Drop the current model."""
+        """Drop the current model to free the memory of its weights."""
         self._runner.drop_model()
 
 

@@ -76,7 +76,7 @@ class Row:
 
     @property
     def needs_token_values(self) -> bool:
-        """``SamplingParams.needs_token_values``."""
+        """True if sampling needs the ids of all previous tokens, for bad words or penalties."""
         return self.params.needs_token_values
 
     def position(self, length: int) -> Position:
@@ -102,7 +102,7 @@ class Position(NamedTuple):
     length: int
     params: SamplingParams
     is_plain_greedy: bool
-    """See ``Row.is_plain_greedy``."""
+    """True if the next token is the argmax of the unadjusted logits (see ``Row.is_plain_greedy``)."""
 
     @property
     def num_output_tokens(self) -> int:

@@ -110,14 +110,14 @@ class Worker:
     # --- Start ------------------------------------------------------------------------------------------------------
 
     def _load(self, weights: str) -> ModelInfo:
-        """Execute ``LoadModel``."""
+        """Load the models, and create everything that depends on them (``LoadModel``)."""
         options, loaded = self._options, load_models(self._options, self._group, self._stage, weights)
         self._ops, self._device, self._expert_load = loaded.ops, loaded.device, loaded.expert_load
         rows = options.max_num_seqs + 1  # ``probe_step`` uses the last row
         speculative = SpeculativeConfig.read(options.speculative_config)
         tree = speculative.tree if speculative else None
         num_scratch_blocks = tree.scratch_blocks(options.block_size) if tree else 0
-        path_rows = range(rows, rows + num_scratch_blocks)  # each path takes at least one block
+        path_rows = range(rows, rows + num_scratch_blocks)  # one row per block suffices: a path has at least one block
         self._batch = InputBatch(path_rows.stop, loaded.max_model_len, options.block_size)
         self._tree_memory = TreeMemory(self._batch, options.block_size, path_rows, num_scratch_blocks)
         self._drafts = StepDrafts(self._batch, self._tree_memory)
@@ -178,7 +178,7 @@ class Worker:
             torch.cuda.set_device(self._device)
 
     def _profile(self) -> MemoryProfile:
-        """Execute ``ProfileMemory``."""
+        """Measure the memory that is free for KV blocks (``ProfileMemory``)."""
         runners = self._runners
         activations = sum(runner.activation_bytes() for runner in runners)
         if self._device.type == "cuda":
@@ -201,7 +201,7 @@ class Worker:
         )
 
     def _init_cache(self, call: InitCache) -> None:
-        """Execute ``InitCache``."""
+        """Allocate the KV cache, and map memory shared with the engine (``InitCache``)."""
         self._kv_copies.map(call.transfer, call.offload)
         self._num_blocks = call.blocks, call.host_blocks
         self._tree_memory.init_cache(call.blocks)
@@ -524,7 +524,7 @@ class Worker:
     # --- Weights and memory ------------------------------------------------------------------------------------------
 
     def _change_weights(self, action: Literal["swap", "commit", "revert"]) -> None:
-        """Execute ``ChangeWeights``."""
+        """Swap weights, or commit or revert a swap, once all steps are complete (``ChangeWeights``)."""
         self._complete_steps()
         if self._speech:
             self._speech.clear()

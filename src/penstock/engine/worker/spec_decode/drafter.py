@@ -17,13 +17,13 @@ class VerifiedStep(NamedTuple):
     of ``StepInput``. Arrays are ``[items]`` int32."""
 
     rows: np.ndarray
-    """Row numbers."""
+    """Row number of each item."""
     starts: np.ndarray
-    """Position of the first computed token."""
+    """Position of the first computed token of each item."""
     lengths: np.ndarray
-    """Number of computed tokens without draft tokens."""
+    """Number of computed tokens of each item, without draft tokens."""
     drafts: np.ndarray
-    """Number of draft tokens."""
+    """Number of draft tokens of each item."""
     sampled: dict[int, SampledTokens]
     """Row → sampled tokens. Rows that did not sample are absent."""
     forks: dict[int, list[int]]
@@ -90,7 +90,7 @@ class WorkerDrafter(Protocol):
         ...
 
     def after_step(self, step: VerifiedStep) -> None:
-        """Update the drafter's state after a step."""
+        """Update the state of the drafter with the tokens and hidden states of a step."""
         ...
 
     def reset(self) -> None:

@@ -27,7 +27,7 @@ class Pending(NamedTuple):
     """The newest tokens of a row, which the first head has not read yet."""
 
     start: int
-    """Position of the first token."""
+    """Position of the first pending token."""
     states: Tensor
     """Hidden states of the model at these tokens, ``[tokens, hidden]``."""
 

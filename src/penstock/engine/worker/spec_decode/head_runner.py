@@ -27,7 +27,7 @@ class HeadRunner:
 
     @property
     def count(self) -> int:
-        """Number of heads."""
+        """Number of draft heads of the model."""
         return len(self._runner.model.draft_heads)
 
     @property

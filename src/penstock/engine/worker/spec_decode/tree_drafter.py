@@ -27,7 +27,7 @@ class Parent(NamedTuple):
 
 
 class Trees(NamedTuple):
-    """The trees drafted by one call."""
+    """The trees drafted by one call of ``TreeDrafter.propose``."""
 
     shapes: list[TokenTree]
     """Shape of each tree."""

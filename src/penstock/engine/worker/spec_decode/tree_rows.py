@@ -51,7 +51,7 @@ class TreePaths:
         self._path_of = [i for i, nodes in enumerate(self.new_nodes) for _ in nodes]
 
     def row(self, node: int) -> int:
-        """Row in which a node is computed."""
+        """Number of the row in which a node is computed."""
         return self.rows[self._path_of[node]]
 
     def position(self, node: int) -> int:
