@@ -73,7 +73,7 @@ def _check_tokens(request: EngineRequest, vocabulary: int) -> None:
     """Raise ``PenstockError`` (``invalid``) for token ids outside the vocabulary, bad words that exclude every token,
     and more context logits than fit into a message."""
     sampling = request.sampling
-    given = {
+    given: dict[str, Collection[int]] = {
         "prompt": request.prompt,
         "stop_token_ids": sampling.stop_token_ids,
         "logit_bias": sampling.logit_bias,

@@ -145,7 +145,7 @@ class ModelControl:
                     self._processes.restart(replica)
 
     def _on_ready(self, replica: int, engine: messages.Ready) -> None:
-        """Handle that an engine has connected, or that its state has changed."""
+        """Called when an engine has connected, and when its state has changed."""
         if self._pids.setdefault(replica, engine.pid) == engine.pid:
             return
         self._pids[replica] = engine.pid  # another process id means that the engine was restarted

@@ -179,7 +179,7 @@ class EngineProcess:
             await process.wait()
             raise PenstockError.of(report.failure)
         self.ready = report
-        # After a restart, the engine must have the same port, also if it was chosen freely (port 0).
+        # After a restart, the engine must have the same port, even if the system has chosen it (port 0).
         self.options = msgspec.structs.replace(self.options, engine_address=report.engine_address)
         return report
 

@@ -168,7 +168,7 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     blocks_used: int = 0
     """Number of KV blocks held by sequences."""
     preemptions: int = 0
-    """Counter of preemptions of sequences, for lack of KV blocks."""
+    """Counter of preemptions; the beams of a request count once."""
     num_preempted_waiting: int = 0
     """Number of preempted sequences in the queue."""
     num_swapped: int = 0

@@ -451,7 +451,7 @@ class EnginePool:
         self._on_deltas(forwarded, engine.state.weights_version if (engine := replica.client.engine) else "")
 
     def _on_replica_ready(self, replica: Replica, engine: messages.Ready) -> None:
-        """Handle that an engine has connected, or that its state has changed."""
+        """Called when an engine has connected, and when its state has changed."""
         if replica.weights_version != engine.weights_version:
             replica.weights_version = engine.weights_version
             self._prefixes.remove_replica(replica.number)
@@ -461,7 +461,7 @@ class EnginePool:
         replica.num_other_requests = stats.requests_of_others
 
     def _on_replica_adapters(self, adapters: dict[str, str]) -> None:
-        """Handle that an engine's adapters have changed. Engines that are not connected load them when they connect."""
+        """Called when an engine's adapters have changed. Engines that are not connected load them when they connect."""
         for replica in self._replicas:
             if replica.client.engine is None:
                 replica.client.set_adapters(adapters)

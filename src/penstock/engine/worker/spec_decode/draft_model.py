@@ -11,7 +11,7 @@ from .drafter import DraftBuilder, VerifiedStep
 
 
 class DraftModel:
-    """Drafts by sampling from the draft model, with the sampling parameters and random numbers of each row.
+    """Drafts by sampling from a smaller model, with the sampling parameters and random numbers of each row.
 
     The draft model has a separate KV cache. A sequence uses the same block numbers in it as in the model's KV cache.
     ``propose`` computes all tokens whose keys and values are missing in this cache: a whole prompt or a single token.
