@@ -58,7 +58,7 @@ CLOSE = encoder.encode(Close())
 RETRY = 2.0
 """Seconds until a refused node that may join later (``Refused.retry``) connects again."""
 START_REPLIES = 3
-"""Number of a rank's replies during its start: to ``LoadModel``, ``ProfileMemory`` and ``InitCache``."""
+"""Number of replies that a rank sends while it starts: to ``LoadModel``, ``ProfileMemory`` and ``InitCache``."""
 
 
 class NodeProcess:
