@@ -137,7 +137,7 @@ def test_tree_has_more_accepted_tokens_than_its_first_path(attending: Heads, pla
         ({"num_speculative_tokens": 33}, "num_speculative_tokens must be at most 32"),
         (
             {"method": "medusa", "model": "HEADS/medusa", "medusa_choices": [[0] * 4]},
-            "has depth 4, but there are 3 heads",
+            "has depth 4, and the model 3 draft heads",
         ),
         ({"model": "MODEL", "speculative_token_tree": [[0]]}, "draft models cannot draft trees"),
         (

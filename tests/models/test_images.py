@@ -539,7 +539,8 @@ def test_option_runs_or_is_refused_as_documented(colours: Path, name: str, value
     if outcome == "refused":
         with pytest.raises(PenstockError) as error:
             Engine(EngineOptions(model=str(colours), **options))
-        assert error.value.failure.message == f"{option}: {given} is not supported for models with image input"
+        message = f"{option}: {given} is not supported for models with image input; remove this option"
+        assert error.value.failure.message == message
         return
     llm = LLM(colours, **options)
     outputs = llm.generate([prompt([plain(colour)]) for colour in COLOURS], ONE, use_tqdm=False)

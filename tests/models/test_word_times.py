@@ -151,12 +151,12 @@ def test_token_times_are_batch_invariant(engine: Engine, pair: tuple[Path, Whisp
 def test_invalid_alignment_is_refused(engine: Engine, pair: tuple[Path, WhisperForConditionalGeneration]) -> None:
     audio = AudioInput(bytes(4 * 80 * 600), 80, 600, DecodingRules(eos=256))
     for heads, start, length, pooling, message in (
-        (((1, 0),), 1, 300, None, "requires the pooling type last"),
-        (((1, 0),), 1, 300, PoolingParams(pooling_type="all"), "requires the pooling type last"),
+        (((1, 0),), 1, 300, None, "requires a pooling request with pooling_type last"),
+        (((1, 0),), 1, 300, PoolingParams(pooling_type="all"), "requires a pooling request with pooling_type last"),
         ((), 1, 300, TOKEN_TIMES, "attention heads"),
         (((3, 0),), 1, 300, TOKEN_TIMES, "attention heads"),
         (((1, 0), (1, 2)), 1, 300, TOKEN_TIMES, "attention heads"),
-        (((1, 0),), 3, 300, TOKEN_TIMES, "does not start within the prompt"),
+        (((1, 0),), 3, 300, TOKEN_TIMES, "starts at token 1 to 2 of the prompt, not at 3"),
         (((1, 0),), 1, 301, TOKEN_TIMES, "hidden states"),
     ):
         aligned_audio = AudioInput(audio.features, 80, 600, audio.rules, alignment=Alignment(heads, start, length))

@@ -356,7 +356,8 @@ def test_address_in_use_is_reported(tmp_path: Path) -> None:
         arguments = [*command, "--engine-address", address]
         result = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 2
-    expected = f"penstock serve: engine_address: cannot listen on {address}: address already in use; try another"
+    message = f"cannot listen on {address}: address already in use; try another address or port"
+    expected = f"penstock serve: engine_address: {message}"
     assert result.stderr.splitlines()[-1] == expected
 
 

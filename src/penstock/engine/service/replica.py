@@ -1,4 +1,4 @@
-"""An engine of a pool, and an open request."""
+"""State that ``EnginePool`` keeps for each engine and for each open request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .instance import Instance
 
 
 class Replica:
-    """An engine of a pool.
+    """An engine of an ``EnginePool``.
 
     Args:
         number: bit of the replica in the ``PrefixIndex``.
@@ -23,11 +23,11 @@ class Replica:
         self.client = client
         self.instance = instance
         self.num_other_requests = 0
-        """Number of requests of other processes in its last statistics."""
+        """Number of open requests of other processes, from the replica's last statistics."""
         self.weights_version = ""
-        """Version of the weights to which its entries in the ``PrefixIndex`` belong."""
+        """Version of the weights to which the replica's entries in the ``PrefixIndex`` belong."""
         self.leaving = False
-        """True if it gets no new requests, and is removed once it has none."""
+        """True if the replica gets no new requests, and is removed once its open requests have ended."""
 
     @property
     def address(self) -> str:
@@ -41,21 +41,23 @@ class Replica:
 
     @property
     def generates(self) -> bool:
-        """True if it generates output; False for a prefill instance."""
+        """True if the engine generates output; False for a prefill instance."""
         return self.instance is None or self.instance.role != "prefill"
 
     @property
     def takes_kv(self) -> bool:
-        """True if prefill instances may compute prompts for it."""
+        """True if prefill instances may compute prompts for this engine: it is a decode instance."""
         engine = self.engine
         return engine is not None and engine.role == "decode"
 
     def require_engine(self, asleep: bool = False) -> messages.Ready:
-        """Report of the engine. Raises ``PenstockError`` (``unavailable``) as ``EngineClient.require_engine``, if the
-        instance is leaving or has changed, and, unless ``asleep``, if the engine sleeps."""
+        """Report of the engine. Raises ``PenstockError`` (``unavailable``) in the cases of
+        ``EngineClient.require_engine``, if the instance is leaving or has changed, and, unless ``asleep``, if the
+        engine sleeps."""
         ready = self.client.require_engine()
         if self.leaving or self.engine is None:
-            raise PenstockError(Code.UNAVAILABLE, f"the instance at {self.client.name} is leaving or has changed")
+            message = f"the instance at {self.client.name} is leaving or has changed; try again soon"
+            raise PenstockError(Code.UNAVAILABLE, message)
         if ready.state.asleep and not asleep:
             raise PenstockError.of(messages.ENGINE_ASLEEP)
         return ready
@@ -65,7 +67,7 @@ class Replica:
 
     @property
     def kv_address(self) -> str:
-        """Address from which decode instances pull KV; empty if it is not a connected prefill instance."""
+        """Address from which decode instances pull KV; empty if this replica is not a connected prefill instance."""
         engine = self.engine
         if engine is None or not engine.kv_address:
             return ""
@@ -77,8 +79,8 @@ class OpenRequest:
 
     Args:
         cost: number of uncached prompt tokens.
-        prefills: prefill instances that may compute the prompt, the preferred one first; empty: the replica does.
-        full: replicas that had no room for it or were stopping.
+        prefills: prefill instances that may compute the prompt, in order of preference; empty: ``replica`` computes it.
+        full: replicas that have rejected the request, because their queue was full or they were stopping.
     """
 
     __slots__ = ("cost", "full", "output", "prefill", "prefill_cost", "replica", "request", "retriable")
@@ -89,15 +91,15 @@ class OpenRequest:
         self.request = request
         self.replica = replica
         self.prefill = prefills[0] if prefills else None
-        """Prefill instance expected to compute the prompt."""
+        """Prefill instance that is expected to compute the prompt; None: ``replica`` computes it."""
         self.prefill_cost, self.cost = (cost, 0) if prefills else (0, cost)
-        """Number of prompt tokens still to be computed by ``prefill`` and by ``replica``."""
+        """Number of prompt tokens that ``prefill`` has not computed yet, and the same for ``replica``."""
         self.full = full
         self.retriable = True
-        """True if it can run on another replica: no token has arrived and it was not aborted."""
+        """True if the request can run on another replica: no token has arrived, and it was not aborted."""
         self.output: list[int] = []
-        """Tokens of the first sequence. Recorded only if there are several replicas."""
+        """Output tokens of the first sequence. Recorded only if there are several replicas."""
 
     def mark_started(self) -> None:
-        """Called when the first token has arrived, or the request was aborted."""
+        """Record that the first token has arrived, or that the request was aborted."""
         self.retriable, self.cost, self.prefill_cost = False, 0, 0
