@@ -74,7 +74,7 @@ def inspect_machine() -> dict[str, Any]:
         if problem := native.outdated_warning():
             result["advice"] = problem
     else:
-        result["advice"] = "install a C++ compiler (apt install g++), then penstock again"
+        result["advice"] = "install a C++ compiler (apt install g++), then reinstall penstock to build the CPU kernels"
     result["weights"] = _weight_cache(options)
     cores = usable_cores(), os.cpu_count() or 1
     found = advice(isa, built, machine, options.kv_cache_memory_bytes, free_host_bytes(), cores)

@@ -77,8 +77,8 @@ def _main(arguments: list[str] | None) -> int:
         return 2
     try:
         os.getcwd()
-    except FileNotFoundError:  # PyTorch's libraries could not be loaded
-        print("penstock: the working directory has been deleted; change to another one", file=sys.stderr)
+    except FileNotFoundError:  # PyTorch cannot load its libraries from a deleted working directory
+        print("penstock: the working directory has been deleted; change to an existing one", file=sys.stderr)
         return 2
     replace_unprintable()
     atexit.register(gc.freeze)  # avoids garbage collections at interpreter exit, which take 0.1 seconds

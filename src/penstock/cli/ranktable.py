@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for role in ("prefill", "decode"):
         about = f"devices of each {role} instance on this machine, such as 0,1 2,3 for two instances"
         gen.add_argument(f"--{role}-server-list", nargs="+", default=[], metavar="DEVICES", help=about)
-    gen.add_argument("--ip", default="", help="address of this machine (default: that of the outgoing interface)")
+    gen.add_argument("--ip", default="", help="address of this machine (default: of its outgoing interface)")
     merge = parser.add_argument_group("with --mode merge")
     about = "global table of each machine"
     merge.add_argument("--global-ranktable-list", nargs="+", type=Path, default=[], metavar="FILE", help=about)

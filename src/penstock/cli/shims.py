@@ -52,8 +52,8 @@ class Shim:
             ``modules``.
         module: module of ``penstock.cli`` to run.
         arguments: arguments inserted before those on the command line.
-        compat: profile, if it cannot be selected by an argument.
-        names: for a module that only exports names: Penstock's module by name.
+        compat: profile for ``PENSTOCK_COMPAT``, if no argument selects it.
+        names: for a module that only re-exports names: Penstock's module of each name.
     """
 
     system: str
@@ -92,7 +92,9 @@ class Shim:
             return f'#!/bin/sh\n# {self.path}, {MARK}\nexec {shlex.join(self.command)} "$@"\n'
         runs = ", ".join(map(repr, self.command))
         fits = len(sys.executable) <= MAX_SHEBANG and " " not in sys.executable
-        interpreter = sys.executable if fits else "/usr/bin/env python3"  # any Python: it executes the right one
+        interpreter = (
+            sys.executable if fits else "/usr/bin/env python3"
+        )  # any Python works, as os.execv starts sys.executable
         lines = [f"#!{interpreter}", f"# {self.path}, {MARK}", "import os", "import sys", ""]
         return "\n".join([*lines, f"os.execv({sys.executable!r}, [{runs}, *sys.argv[1:]])", ""])
 
@@ -155,7 +157,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help=f"system ({', '.join(_systems())}) or command (default: all)"
     )
-    parser.add_argument("--list", action="store_true", help="list the wrapper commands, and what each runs")
+    parser.add_argument(
+        "--list", action="store_true", help="list the wrapper commands, with the commands that they run"
+    )
     parser.add_argument("--force", action="store_true", help="also overwrite files not written by penstock shims")
 
 
@@ -206,7 +210,7 @@ def _systems() -> list[str]:
 
 
 def _chosen(names: Sequence[str]) -> list[Shim]:
-    """Shims of the named systems and commands, or all. Of several shims with the same path, the first one.
+    """Shims of the named systems and commands, or all. If several shims have the same path, only the first is returned.
 
     Raises ``PenstockError`` (``invalid``) for an unknown name.
     """

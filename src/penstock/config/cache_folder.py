@@ -75,7 +75,7 @@ def open_cached(path: Path) -> IO[bytes]:
             raise PermissionError(f"it belongs to another user (uid {status.st_uid})")
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise PermissionError(f"other users may write to it (mode {stat.S_IMODE(status.st_mode):o})")
-        with contextlib.suppress(OSError):  # file systems without locks, read-only caches
+        with contextlib.suppress(OSError):  # some file systems have no locks, and the cache may be read-only
             fcntl.flock(file, fcntl.LOCK_SH)
             os.utime(file.fileno(), ns=(time.time_ns(), status.st_mtime_ns))
     except BaseException:
@@ -100,7 +100,7 @@ def new_file(path: Path, size: int, limit: int) -> Iterator[IO[bytes]]:
             _make_room(path, size, limit)
             file = stack.enter_context(NamedTemporaryFile(dir=folder, prefix=f"{path.stem}.", suffix=UNFINISHED))
             fcntl.flock(file, fcntl.LOCK_EX)
-            file.truncate(size)  # lets other writers count it before the data is written
+            file.truncate(size)  # other writers count this size before the data is written
         yield file
         file.flush()
         os.fsync(file.fileno())  # before renaming: a power loss must not leave a complete name with incomplete data
@@ -113,7 +113,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
     """Hold the folder's lock, which serializes evictions."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        with contextlib.suppress(OSError):  # file systems without locks on folders
+        with contextlib.suppress(OSError):  # some file systems cannot lock folders
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
@@ -126,7 +126,7 @@ def _make_room(replaced: Path, size: int, limit: int) -> None:
         raise OSError(f"they have {size / 2**30:.2g} GiB, more than weight_cache_size ({limit / 2**30:.2g} GiB)")
     folder = replaced.parent
     for path, _ in _entries(folder, UNFINISHED):
-        _delete_unused(path)  # its writer has died
+        _delete_unused(path)  # deletes files of writers that have died, as their locks are released
     writing = [status for _, status in _entries(folder, UNFINISHED)]
     entries = [entry for entry in _entries(folder, SUFFIX) if entry[0] != replaced]
     disk = shutil.disk_usage(folder)

@@ -79,7 +79,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def settings_of(schema: type[msgspec.Struct], section: str = "") -> Iterator[Setting]:
-    """Options of a class."""
+    """Options of a configuration class, in the order of its fields."""
     for field in msgspec.structs.fields(schema):
         hint = field.type
         plain, meta = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint, option())

@@ -1,4 +1,4 @@
-"""Temporary folders, with cleanup of those that killed processes left behind."""
+"""Temporary folders, and removal of the folders of killed processes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class TemporaryFolder:
 def _sweep(parent: Path) -> None:
     """Remove this user's folders with an unlocked lock file."""
     for folder in parent.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # no lock file, or removed by another process
+        with contextlib.suppress(OSError):  # the folder has no lock file, or another process removed it
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue
             if (lock := _locked(folder, 0)) is not None:

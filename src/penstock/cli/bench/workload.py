@@ -136,6 +136,6 @@ def _truncate(parts: Iterable[Part], length: int) -> tuple[Part, ...]:
 
 
 def warmups(requests: list[Request], count: int) -> list[Request]:
-    """Warm-up requests with the same lengths, whose prompts share no prefix with others."""
+    """Warm-up requests with the lengths of ``requests``. Their prompts share no prefix with any other prompt."""
     shapes = itertools.islice(itertools.cycle(requests), count)
     return [Request(((WARMUPS + i, shape.input_len),), shape.output_len) for i, shape in enumerate(shapes)]

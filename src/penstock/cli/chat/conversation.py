@@ -74,7 +74,7 @@ class Conversation:
         return [*self.messages, self._unanswered]
 
     def answered(self, text: str, calls: Sequence[ToolCall] = ()) -> None:
-        """Add the pending question, if any, and its (possibly incomplete) answer."""
+        """Add an answer, which may be incomplete, and the question if it is pending (not after tool results)."""
         answer: Message = {"role": "assistant", "content": text}
         if calls:
             answer = {"role": "assistant", "content": text or None, "tool_calls": [call.as_dict() for call in calls]}
@@ -105,7 +105,7 @@ class Conversation:
         if name not in FIELDS:
             raise invalid("set", f"there is no parameter {name}{did_you_mean(name, FIELDS)}")
         if name == TEMPLATE_KWARGS and not isinstance(value, dict | None):
-            raise invalid(name, 'must be a JSON object such as {"enable_thinking": true}')
+            raise invalid(name, f'must be a JSON object such as {{"enable_thinking": true}}, is {value!r}')
         rest = {other: kept for other, kept in self.sampling.items() if other != name}
         value = [value] if name in LISTS and not isinstance(value, list | None) else value
         changed = rest if value is None else rest | {name: value}

@@ -39,7 +39,9 @@ class MergedSettings:
         """Add settings of a file. Raises ``PenstockError`` (``invalid``) if two files contradict each other."""
         for name, value in flags.items():
             if self.flags.setdefault(name, value) != value:
-                raise invalid(source, f"has the value {value!r}, but {self.sources[name]} has {self.flags[name]!r}")
+                raise invalid(
+                    source, f"is {value!r}, but {self.sources[name]} is {self.flags[name]!r}: set the same value"
+                )
             self.sources.setdefault(name, source)
 
 

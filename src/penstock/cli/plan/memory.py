@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--extend-ratio", type=float, default=1.0, help=ratio)
     group.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of a GPU (default: plan for this host)")
     group.add_argument(
-        "--activation-memory", type=float, default=0.0, metavar="GIB", help="for activations (default: 0)"
+        "--activation-memory", type=float, default=0.0, metavar="GIB", help="memory for activations (default: 0)"
     )
     add_options(parser)
 

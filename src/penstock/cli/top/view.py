@@ -1,4 +1,4 @@
-"""Text of ``penstock top``."""
+"""Rendering of ``penstock top`` as lines of text."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def _total_requests(answer: Answer) -> float:
 
 
 def _model(answer: Answer, name: str) -> Answer:
-    """Find a model in a response; without metrics if it is not loaded."""
+    """Find a model in a response; without metrics if the model is not loaded."""
     empty: Answer = {"counters": {}, "histograms": {}}
     return next((model for model in answer["models"] if model["name"] == name), empty)
 

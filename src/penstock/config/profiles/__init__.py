@@ -38,12 +38,12 @@ class DerivedMetric(NamedTuple):
 
 
 def share(help: str, part: str, whole: str) -> DerivedMetric:
-    """Gauge of the ratio of two metrics; 0 while the second is 0."""
+    """Gauge ``part / whole`` of two of Penstock's metrics; 0 while ``whole`` is 0."""
     return DerivedMetric(help, lambda metrics, options: metrics[part] / max(metrics[whole], 1))
 
 
 def same(help: str, name: str) -> DerivedMetric:
-    """Gauge with the value of a metric."""
+    """Gauge with the value of Penstock's metric ``name``."""
     return DerivedMetric(help, lambda metrics, options: metrics[name])
 
 
@@ -122,7 +122,7 @@ def refused(
     """Alias that is rejected for the given reason.
 
     Args:
-        unless: values without effect, in lower case, which are accepted; for a switch, ``false`` always is.
+        unless: values without effect, in lower case, which are accepted. A switch also accepts ``false``.
     """
     accepted = ("", "false", *unless) if switch else unless
 
@@ -157,7 +157,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def on(text: str) -> bool:
-    """Parse a boolean: a switch on the command line, ``True`` or ``False`` in Python."""
+    """Parse ``true`` or ``false``, in any case. Raises ``ValueError`` for other texts."""
     return one_of({"true": True, "false": False})(text)  # type: ignore[no-any-return]
 
 

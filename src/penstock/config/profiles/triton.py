@@ -41,13 +41,13 @@ def switched(text: str) -> bool:
 
 
 def off(setting: str) -> Callable[[str], Mapping[str, Any]]:
-    """Return a reader of ``allow_…``; false turns the port off."""
+    """Return a reader of a boolean ``allow_…``: false turns off the port ``setting``."""
     return lambda text: {} if switched(text) else {setting: -1}
 
 
 def _one_address(given: Mapping[str, str]) -> None:
-    """Raise ``PenstockError`` (``invalid``) if ports or shared memory would be accessible to more clients than asked:
-    for several different addresses, and for shared memory that cannot be disabled."""
+    """Raise ``PenstockError`` (``invalid``) if ports or shared memory would be accessible to more clients than
+    configured: for several different addresses, and for shared memory that cannot be disabled."""
     host = given.get("--http_address", ANY)
     if given.get("--allow_client_shm", "").lower() in ("false", "0", "off", "no") and host in LOOPBACK:
         raise invalid(

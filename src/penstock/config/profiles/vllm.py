@@ -50,7 +50,7 @@ QUANTIZATIONS = {name: name for name in get_args(QuantizationName)} | dict.fromk
 QUANTIZATIONS |= {"int8_per_channel_weight_only": "wint8"}
 AT_LOAD = dict.fromkeys(
     ("bitsandbytes", "fp_quant", "hqq", "inc", "torchao"),
-    "quantized checkpoints are detected from config.json; to quantize others at load, use wint4, wint8 or w8a8",
+    "quantized checkpoints are detected from config.json; to quantize weights at load, use wint4, wint8 or w8a8",
 )
 """Methods with which vLLM can also quantize at load, and the reason why they have no effect."""
 LOAD_FORMATS = {name: name for name in ("auto", "safetensors", "dummy")}
@@ -192,7 +192,7 @@ def pooler(text: str) -> Mapping[str, Any]:
 
 
 def _overrides(text: str) -> Mapping[str, Any]:
-    """Translate ``hf_overrides`` of a generative reranker (Qwen3-Reranker); others are rejected."""
+    """Translate ``hf_overrides`` of a generative reranker (Qwen3-Reranker); other overrides are rejected."""
     given = json_object(text)
     given.pop("architectures", None)
     given.pop("is_original_qwen3_reranker", None)
@@ -203,7 +203,7 @@ def _overrides(text: str) -> Mapping[str, Any]:
 
 
 def _compilation(text: str) -> Mapping[str, Any]:
-    """Translate the CUDA graph options of ``--compilation-config``; levels (``-O3``) have no effect."""
+    """Translate the CUDA graph options of ``--compilation-config``; optimization levels (``-O3``) have no effect."""
     return {} if re.fullmatch(r"\d", text) else cuda_graphs.read_json(text, "cudagraph_mode", ("none", "0"))
 
 
@@ -252,9 +252,9 @@ FLAGS: Mapping[str, Alias] = {
     "decode_context_parallel_size": only_value("1", COLLECTIVES, short="-dcp"),
     "nnodes": Alias("nnodes", short="-n"),
     "node_rank": Alias("node_rank", short="-r"),
-    "headless": Alias(read=lambda text: {}, switch=True),  # nodes other than node 0 always are
+    "headless": Alias(read=lambda text: {}, switch=True),  # nodes other than node 0 are always headless
     "cpu_offload_gb": only_value("0", NOT_OFFLOADED),
-    "tokenizer_mode": refused("only auto, hf and slow are supported, all the same", unless=("auto", "hf", "slow")),
+    "tokenizer_mode": refused("only auto, hf and slow are supported, with one meaning", unless=("auto", "hf", "slow")),
     "config_format": refused("only config.json is supported: set auto or hf", unless=("auto", "hf")),
     "model_impl": Alias("model_impl", one_of(MODEL_IMPLS)),
     "response_role": only_value("assistant", "the role of responses cannot be changed"),
@@ -292,7 +292,7 @@ FLAGS: Mapping[str, Alias] = {
     "override_pooler_config": Alias(read=pooler),
     "hf_overrides": Alias(read=_overrides),
     "enable_auto_tool_choice": ignored("tool calls are always parsed", switch=True),
-    "enable_prompt_tokens_details": ignored("usage always includes them", switch=True),
+    "enable_prompt_tokens_details": ignored("usage always has prompt_tokens_details", switch=True),
     "enable_request_id_headers": ignored("all responses have X-Request-Id", switch=True),
     "language_model_only": ignored("vision models also accept text-only requests", switch=True),
 }

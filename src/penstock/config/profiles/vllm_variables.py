@@ -81,7 +81,7 @@ SECURITY: Mapping[str, Alias] = {
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE "
         "VLLM_ALLOW_DEPRECATED_BLOCK_MANAGER_V1 VLLM_DEEPEP_V2_ALLOW_HYBRID_MODE "
         "VLLM_DEEPEP_V2_ALLOW_MULTIPLE_REDUCTION",
-        ignored("it is not security-related"),
+        ignored("it has no equivalent"),
     ),
 }
 """Security-related variables, and variables whose names look security-related."""
