@@ -32,7 +32,7 @@ FORMATS = {"float32": ("float32", "none"), "bfloat16": ("bfloat16", "none"), "w8
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds (default: 5)")
     args = parser.parse_args()
     torch.manual_seed(0)
     config = BertConfig(hidden_size=384, num_hidden_layers=12, num_attention_heads=12, intermediate_size=1536)

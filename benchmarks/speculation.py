@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="batch sizes (default: 1 8)")
     parser.add_argument("--output-len", type=int, default=96, help="tokens per sequence (default: 96)")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds (default: 5)")
     args = parser.parse_args()
     methods = args.speculative_config or [
         '{"method": "ngram"}',
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 Engines = dict[tuple[str, bool], LLM]
-"""Engines by JSON of the method, and whether it is adaptive (stops when drafting does not pay)."""
+"""Engines by ``speculative_config`` (JSON) and ``adaptive`` (stop drafting while it lowers the throughput)."""
 
 
 def measure(

@@ -14,7 +14,7 @@ from timing import seconds, seconds_of_many
 from torch import Tensor, nn
 
 COMPILED_BATCHES = (1, 64)
-"""Batch sizes for ``torch.compile``; each takes half a minute to compile."""
+"""Batch sizes for ``torch.compile``; each one takes half a minute to compile."""
 
 
 def run(scale: Scale, limits: dict[str, float], model_name: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from report import KERNELS
 from shapes import Model, Scale
 
 KINDS = {"bf16": "bf16", "fp8": "fp8", "int8": "int8", "int4": "bf16"}
-"""Kind of matrix products, as in the limits, by format."""
+"""Key of ``limits`` for the matrix products of each format."""
 
 
 def run(scale: Scale, limits: dict[str, float], model_name: str, format: str) -> dict[str, Any]:
@@ -82,8 +82,8 @@ def share(
 
 
 def profiled(decode: Callable[[], object]) -> dict[str, Any]:
-    """Profile the second half of the launched kernels, which are decode steps: the share of time in which the GPU is
-    idle, and the kernels that take the most time. The profiler adds overhead."""
+    """Profile decode steps, which are the second half of the launched kernels: share of time in which the GPU is idle,
+    and the kernels that take the most time. The profiler adds overhead."""
     from torch.profiler import ProfilerActivity, profile
 
     try:

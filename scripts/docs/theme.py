@@ -50,6 +50,9 @@ def write_theme() -> None:
         ("partials/language.html", LANGUAGE),
         ("partials/alternate.html", SWITCH % json.dumps(translated)),
         ("main.html", MAIN),
-        ("partials/javascripts/outdated.html", ""),  # fails without an absolute URL; the bundle does the same
+        (
+            "partials/javascripts/outdated.html",
+            "",
+        ),  # empty: it fails without an absolute URL, and the bundle does the same
     ):
         write_file(THEME / name, text)
