@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from penstock import demo
 
 SAMPLE = 4
-"""Number of questions per skill: enough to notice a broken skill, few enough for two cores."""
+"""Number of questions per skill: enough to detect a broken skill, and few enough for two cores."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Registered model families: their reader of ``config.json`` and their attention factory, through ``LLM``."""
+"""Registered model families in ``LLM``: their reader of ``config.json``, and their attention factory."""
 
 from __future__ import annotations
 

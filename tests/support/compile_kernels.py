@@ -75,7 +75,7 @@ class Compiled:
     kernel: str
     target: int
     products: list[str]
-    """Labels of the calls that launch it. Calls with the same label must compute the same bits of a row."""
+    """Labels of the calls that launch this kernel. Calls with the same label must compute the same bits of a row."""
     arguments: dict[str, Any]
     """Types of arguments, and values of constants."""
     num_warps: int
@@ -83,7 +83,7 @@ class Compiled:
     registers: int = 0
     """Registers per thread."""
     local: int = 0
-    """Bytes of local memory (stack) per thread: spilled registers."""
+    """Bytes of local memory (stack) per thread, used by spilled registers."""
     shared: int = 0
     """Bytes of shared memory per program."""
     tensor_memory: int = 0
@@ -91,7 +91,7 @@ class Compiled:
     mma: list[str] = field(default_factory=list)
     """Kinds of matrix instructions, without the size that depends on the number of tokens."""
     seconds: float = 0.0
-    """Compile time."""
+    """Compile time in seconds."""
     error: str = ""
 
 
@@ -120,10 +120,16 @@ def packed(outputs: int, inputs: int, format: Format, bias: bool = False) -> Any
 
 
 def products(whole: bool) -> Calls:
-    """Linear layers of the models. Without ``whole``: the attention output layer, unquantized with all tiles and in
-    other formats with a few; the gated MLP and the output head with the largest and smallest tiles only."""
+    """Linear layers of the models. Without ``whole``: the attention output layer, unquantized with all tiles, and
+    quantized with a few tiles; the gated MLP and the output head with the largest and smallest tiles only."""
     tokens_of = {"none": TOKENS, "w8a8": (1, 2048), "fp8": (1, 2048), "fp8 blocks": (256,), "wint4": (64, 2048)}
-    tokens_of |= {"wint4-g32": (64,), "w4a8-g32": (), "w4a8": (128,), "wint8": (1,), "mxfp4": (2048,)}  # -g32: aliases
+    tokens_of |= {
+        "wint4-g32": (64,),
+        "w4a8-g32": (),
+        "w4a8": (128,),
+        "wint8": (1,),
+        "mxfp4": (2048,),
+    }  # wint4-g32 and w4a8-g32 are aliases
     tokens_of |= {"4 bits, offsets, 8-bit activations": (64,), "4 bits, offsets": (256,)}
     for name, format in FORMATS.items():
         for model in MODELS if whole else MODELS[1:]:
@@ -241,7 +247,7 @@ def adapters(whole: bool) -> Calls:
     outputs = (model.heads + 2 * model.kv_heads) * model.head_dim
     slots = lora.new_lora_slots(1, model.hidden, outputs, 3 * 16, torch.bfloat16, torch.device("meta"))
     slots = lora.LoRASlots(*(empty(*each.shape, dtype=each.dtype) for each in vars(slots).values()))
-    for tokens in (1, 2048):  # kernels for few tokens and for many
+    for tokens in (1, 2048):  # few and many tokens use different kernels
         out, x, rows = empty(tokens, outputs), empty(tokens, model.hidden), empty(tokens, dtype=torch.int32)
         yield "adapters", partial(lora.add_lora, out, x, slots, rows)
 
@@ -343,7 +349,7 @@ OPS: tuple[Callable[[bool], Calls], ...] = (
     latents,
     sampling,
 )
-"""Each is called with True for all variants (``--whole``), or False for the variants of the test suite."""
+"""Functions that call ops, with True for all variants (``--whole``), or False for the variants of the test suite."""
 
 
 # --- From launches to machine code ------------------------------------------------------------------------------------
@@ -363,7 +369,7 @@ class Job:
 
 
 def jobs(target: int, ops: list[Callable[[bool], Calls]], whole: bool) -> tuple[list[Job], set[str]]:
-    """Launches of ops on a target, and labels of the calls that it does not support."""
+    """Launches of ops on a target, and labels of the calls that the target does not support."""
     backend = make_backend(GPUTarget("cuda", target, 32))
     found: dict[str, Job] = {}
     skipped: set[str] = set()
@@ -475,7 +481,7 @@ def main() -> None:
         listed += found
         if missing:
             skipped[target] = sorted(missing)
-    # Forked processes inherit the launches, which cannot be pickled.
+    # The launches cannot be pickled: forked processes inherit these globals.
     global _listed, _ptx
     _listed, _ptx = listed, options.ptx
     with triton_cache(options.cache), ProcessPoolExecutor(PROCESSES, get_context("fork")) as pool:

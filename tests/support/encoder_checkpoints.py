@@ -57,7 +57,7 @@ def draw_config(family: str, rng: Random) -> PreTrainedConfig:
 
 
 def save_encoder(config: PreTrainedConfig, folder: Path, labels: int = 0) -> Any:
-    """Save a checkpoint with transformers, of a classifier if ``labels`` is not 0; return the model."""
+    """Save a checkpoint with transformers; return the model. ``labels``: classes of a classifier; 0: no classifier."""
     torch.manual_seed(0)
     if labels:
         config.num_labels = labels
