@@ -1,5 +1,5 @@
-"""The CUDA backend end to end, with a small model in Triton's interpreter on the CPU: tokens equal those of the
-reference backend, and results do not depend on other requests or on the number of steps in flight."""
+"""The CUDA backend end to end, with a small model in Triton's interpreter on the CPU: tokens equal the reference
+backend's, and results do not depend on other requests or on the number of steps in flight."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ sequence needs."""
 
 
 def differing(checkpoint: Path, kind: str, schedules: list[dict[str, Any]], long: int) -> list[tuple[int, str]]:
-    """Number of the schedule and id of each request whose results differ from those of the request alone, one step at a
-    time, without graphs and prefix cache."""
+    """Schedule number and id of each request with other results than the request has alone, one step at a time, without
+    graphs and prefix cache."""
     rng, wrong = Random(kind), []
     requests = draw_requests(rng, long)
     lone = start(checkpoint, kind, enable_prefix_caching=False, max_concurrent_batches=1, enforce_eager=True)

@@ -53,10 +53,7 @@ def test_no_evaluation_question_is_trained_on(tokenizer: PreTrainedTokenizerFast
     for skill, questions in held_out(count=48, seed=0).items():
         prompts = {dataset.render(tokenizer, q, prompt_only=True) for q in questions}
         assert not any(text.startswith(tuple(prompts)) for text in trained if skill != "story")
-        if skill not in RECURRING | {
-            "tool call",
-            "no tool",
-        }:  # passages also have questions such as "Where is the cup?"
+        if skill not in RECURRING | {"tool call", "no tool"}:  # passages also have such questions: "Where is the cup?"
             assert turns.isdisjoint(q.messages[-2]["content"] for q in questions)
 
 
@@ -112,7 +109,7 @@ def test_every_wording_is_in_one_split(wordings: list[str], seed: int) -> None:
 
 @pytest.mark.parametrize("skill", ["add", "subtract", "several sums", "times table", "think: sum", "think: product"])
 def test_arithmetic_is_correct(skill: str) -> None:
-    """Every line of answers and thoughts is a true equation. The operands of an answer are those of its question."""
+    """Every line of answers and thoughts is a true equation. An answer has the operands of its question."""
     for conversation in conversations(Split.TRAIN, skill):
         question, answer = conversation.messages[-2]["content"], conversation.messages[-1]
         lines = answer["content"].splitlines()

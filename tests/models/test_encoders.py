@@ -72,7 +72,7 @@ def test_embeddings_match_hidden_states_of_transformers(family: str, ops: str, t
 @pytest.mark.parametrize("labels", [1, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_class_probabilities_match_transformers(family: str, labels: int, tmp_path: Path) -> None:
-    """Texts and, with one class, pairs of texts are classified. Some families have another token type for second texts."""
+    """Texts are classified and, with one class, pairs. In some families, second texts have another token type."""
     config = draw_config(family, Random(f"{family} {labels}"))
     model = save_encoder(config, tmp_path, labels)
     tokenizer, rng = AutoTokenizer.from_pretrained(tmp_path), Random(family)

@@ -293,7 +293,7 @@ def test_files_of_a_checkpoint_are_fetched_once(hub: Hub, client: Client) -> Non
 
 @pytest.mark.parametrize("first", ["ours", "theirs"])
 def test_cache_is_shared_with_huggingface_hub(hub: Hub, client: Client, first: str) -> None:
-    """Tests online and offline use, and both programs as the one that fetches the model."""
+    """Either program fetches the model first; both programs then use it online and offline."""
     code = "import sys; from huggingface_hub import snapshot_download\n"
     code += f"print(snapshot_download('org/chat', allow_patterns={sorted(WANTED)}))"
 

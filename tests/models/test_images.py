@@ -494,9 +494,7 @@ def test_images_are_fetched_from_allowed_places_only(colours: Path, pictures: st
 
 def test_silent_host_times_out(colours: Path) -> None:
     options = ModelOptions(allowed_media_domains=("127.0.0.1",), **LIMITS | {"media_timeout": 0.2})
-    with ThreadingHTTPServer(
-        ("127.0.0.1", 0), Pictures, bind_and_activate=True
-    ) as silent:  # does not accept connections
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pictures, bind_and_activate=True) as silent:  # serves no connection
         url = f"http://127.0.0.1:{silent.server_port}/red.png"
         with pytest.raises(PenstockError, match=r"image: was not received within 0\.2 seconds \(media_timeout\)"):
             InputProcessor(colours, options).media.load(MediaSource(url, "image"))

@@ -253,7 +253,7 @@ def test_checkpoint_of_earlier_transformers_is_read(saved: Saved, tmp_path: Path
     """Names of encoder tensors have an additional level, and ``config.json`` lacks several fields."""
     family, folder, _ = saved
     if family not in ("gemma3", "llava", "llava-onevision"):
-        pytest.skip(f"earlier versions of transformers saved {saved[0]} in the same layout")
+        pytest.skip(f"earlier versions of transformers saved {family} in the same layout")
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     tensors = load_file(folder / "model.safetensors")

@@ -123,13 +123,8 @@ def products(whole: bool) -> Calls:
     """Linear layers of the models. Without ``whole``: the attention output layer, unquantized with all tiles, and
     quantized with a few tiles; the gated MLP and the output head with the largest and smallest tiles only."""
     tokens_of = {"none": TOKENS, "w8a8": (1, 2048), "fp8": (1, 2048), "fp8 blocks": (256,), "wint4": (64, 2048)}
-    tokens_of |= {
-        "wint4-g32": (64,),
-        "w4a8-g32": (),
-        "w4a8": (128,),
-        "wint8": (1,),
-        "mxfp4": (2048,),
-    }  # wint4-g32 and w4a8-g32 are aliases
+    # wint4-g32 and w4a8-g32 are aliases of the formats without suffix.
+    tokens_of |= {"wint4-g32": (64,), "w4a8-g32": (), "w4a8": (128,), "wint8": (1,), "mxfp4": (2048,)}
     tokens_of |= {"4 bits, offsets, 8-bit activations": (64,), "4 bits, offsets": (256,)}
     for name, format in FORMATS.items():
         for model in MODELS if whole else MODELS[1:]:
@@ -469,7 +464,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--targets", default=",".join(map(str, ARCHITECTURES)))
     parser.add_argument("--ops", help="comma-separated names of functions in OPS (default: all)")
-    parser.add_argument("--whole", action="store_true", help="compile all variants, not only those of the test suite")
+    parser.add_argument("--whole", action="store_true", help="compile all variants, not only the test suite's")
     parser.add_argument("--cache", metavar="FOLDER", help="Triton's cache (default: a new, empty one)")
     parser.add_argument("--ptx", metavar="FOLDER", help="folder for PTX and Triton's IR (default: not written)")
     options = parser.parse_args()

@@ -128,9 +128,7 @@ class Client:
         """Send a request and return its answer. Raises ``ServerError``, ``CutShortError`` and errors of aiohttp."""
         body = dict(question.body)
         if question.path != "/v1/messages":
-            body["cache_salt"] = (
-                f"{os.getpid()} {next(self._salts)}"  # prevents prefix cache hits, so that the KV cache is transferred
-            )
+            body["cache_salt"] = f"{os.getpid()} {next(self._salts)}"  # prevents hits: the KV cache is transferred
         async with self._session.post(root + question.path, json=body) as response:
             if response.status != 200:
                 raise ServerError(f"{response.status}: {_message(json.loads(await response.read()))}")

@@ -121,9 +121,7 @@ def library_tables(config: dict[str, Any]) -> dict[str, tuple[Tensor, Tensor, in
     head_dim = parsed.qk_rope_head_dim if model_type == "deepseek_v3" else getattr(parsed, "head_dim", None) or 16
     tables = {}
     for kind, (cos, sin) in outputs.items():
-        half = cos.shape[-1] // (
-            1 if model_type == "gpt_oss" else 2
-        )  # other models repeat the table for both halves of a head
+        half = cos.shape[-1] // (1 if model_type == "gpt_oss" else 2)  # other models repeat the table for both halves
         if 2 * half != head_dim and model_type not in ("glm", "glm4_moe", "minimax_m2", "phi3"):
             raise Refused("the table is narrower than the heads")
         tables[kind] = cos[0, :, :half], sin[0, :, :half], 2 * half

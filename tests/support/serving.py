@@ -75,7 +75,7 @@ class LoggedProcess:
                     raise AssertionError("\n".join([f"no line matches {pattern!r}:", *self.lines[-80:]]))
 
     def close_log(self) -> None:
-        """Read the rest of the log of an ended process, and close it."""
+        """Read the remaining log of an ended process, and close the log."""
         self._reader.join(10)
         self._log.close()
 

@@ -148,7 +148,7 @@ def test_slow_templates_do_not_delay_other_chats(served: Served) -> None:
 
 
 def test_slow_chats_of_one_client_do_not_starve_others() -> None:
-    """Another client's chat waits for at most one rendering per process, with any number of queued slow chats. Chats with
+    """Another client's chat waits for at most one rendering per process, however many slow chats are queued. Chats with
     many messages do not delay quick chats."""
 
     async def run() -> None:

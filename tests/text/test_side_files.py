@@ -84,7 +84,7 @@ def token_objects(draw: st.DrawFn, content: str, in_config: bool) -> dict[str, A
 
 @st.composite
 def checkpoints(draw: st.DrawFn) -> dict[str, Any]:
-    """Tokenizer files by name; each setting is in a random file of those allowed for the setting."""
+    """Tokenizer files by name; each setting is in a random one of the files allowed for it."""
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     special: dict[str, Any] = {}
     as_object = draw(st.booleans())

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
-        help="data type of floating-point tensors, except those of quantized matrices (default: unchanged)",
+        help="data type of floating-point tensors, except tensors of quantized matrices (default: unchanged)",
     )
     parser.add_argument(
         "--to", choices=("safetensors",), default="safetensors", help="output format (default: safetensors)"

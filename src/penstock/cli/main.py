@@ -31,7 +31,7 @@ COMMANDS = {
     "convert": "rewrite a checkpoint as safetensors, with another shard size or data type",
     "bench": "measure latency or throughput of a model or a server",
     "pd": "start prefill and decode instances with a router, or show the instances of a router",
-    "ranktable": "write rank tables of prefill and decode instances, or merge those of several machines",
+    "ranktable": "write rank tables of prefill and decode instances, or merge the tables of several machines",
     "quantize": "write a quantized checkpoint: round to nearest, AWQ, GPTQ, SmoothQuant, FP8",
     "plan": "compute the memory of a model, or the placement of its experts",
     "shims": "create wrapper commands of other systems (trtllm-build, blade_llm_server, ...)",

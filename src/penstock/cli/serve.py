@@ -129,7 +129,7 @@ def run_node(configuration: Configuration) -> int:
 
 
 def _with_torchrun(configuration: Configuration) -> Configuration:
-    """Set the numbers of ranks and nodes to those of ``torchrun``, unless options set them.
+    """Set the numbers of ranks and nodes that ``torchrun`` has started, unless options set them.
 
     Raises ``PenstockError`` (``invalid``) if options contradict them, or nodes have different numbers of processes.
     """

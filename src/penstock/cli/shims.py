@@ -47,11 +47,11 @@ class Shim:
     """A wrapper file: a command, or a Python module.
 
     Args:
-        system: system whose command it replaces.
+        system: system of the original command or module.
         path: path in the output folder. Commands are at the top level or in folders of the other system; modules are in
             ``modules``.
         module: module of ``penstock.cli`` to run.
-        arguments: arguments inserted before those on the command line.
+        arguments: arguments inserted before the arguments of the command line.
         compat: profile for ``PENSTOCK_COMPAT``, if no argument selects it.
         names: for a module that only re-exports names: Penstock's module of each name.
     """
@@ -92,9 +92,8 @@ class Shim:
             return f'#!/bin/sh\n# {self.path}, {MARK}\nexec {shlex.join(self.command)} "$@"\n'
         runs = ", ".join(map(repr, self.command))
         fits = len(sys.executable) <= MAX_SHEBANG and " " not in sys.executable
-        interpreter = (
-            sys.executable if fits else "/usr/bin/env python3"
-        )  # any Python works, as os.execv starts sys.executable
+        # Any Python can run the file, as os.execv starts sys.executable.
+        interpreter = sys.executable if fits else "/usr/bin/env python3"
         lines = [f"#!{interpreter}", f"# {self.path}, {MARK}", "import os", "import sys", ""]
         return "\n".join([*lines, f"os.execv({sys.executable!r}, [{runs}, *sys.argv[1:]])", ""])
 

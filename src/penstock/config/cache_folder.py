@@ -123,7 +123,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
 def _make_room(replaced: Path, size: int, limit: int) -> None:
     """Delete files until there is room for ``size`` bytes, which will replace the file ``replaced``."""
     if size > limit:
-        raise OSError(f"they have {size / 2**30:.2g} GiB, more than weight_cache_size ({limit / 2**30:.2g} GiB)")
+        raise OSError(f"{size / 2**30:.2g} GiB are more than weight_cache_size ({limit / 2**30:.2g} GiB): increase it")
     folder = replaced.parent
     for path, _ in _entries(folder, UNFINISHED):
         _delete_unused(path)  # deletes files of writers that have died, as their locks are released
@@ -142,7 +142,7 @@ def _make_room(replaced: Path, size: int, limit: int) -> None:
         available = (
             f"{max(room, 0) / 2**30:.2g} of {limit / 2**30:.2g} GiB ({RESERVED_SHARE:.0%} of the disk stay free)"
         )
-        raise OSError(f"they have {size / 2**30:.2g} GiB, and {folder} has room for {available}")
+        raise OSError(f"{size / 2**30:.2g} GiB are needed, and {folder} has room for {available}")
 
 
 def _delete_unused(path: Path) -> bool:

@@ -57,7 +57,8 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Size of the workers' cache of image features, which later steps and requests reuse. An image must not have more
     tokens."""
     kv_cache_ratio: Annotated[float, option(gt=0, le=1)] = 1.0
-    """Share of the KV blocks that newly admitted prompts may fill; the rest is for the output of running sequences."""
+    """Share of the KV blocks that newly admitted prompts may fill; the remaining blocks are for the output of running
+    sequences."""
     static_decode_blocks: Annotated[int, option("blocks", ge=0)] = 0
     """Number of KV blocks allocated for a request's output when it is admitted."""
 
@@ -98,7 +99,7 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     """Quantization of the weights at load. The names give the bits of weights (w, wint) and activations (a8); -g32
     names are former names of the same formats. fp8 quantizes weights and activations to e4m3, on GPUs only."""
     weight_cache_dir: Annotated[str, option(empty="~/.cache/penstock")] = ""
-    """Folder of the weight cache, whose files are memory-mapped at the next start; none: no cache."""
+    """Folder for packed weights, which are memory-mapped at the next start; none: no weight cache."""
     weight_cache_size: Annotated[float, option("GiB", ge=0)] = 0.0
     """Maximum size of the weight cache; the least recently used files are deleted. 0: 30 % of its disk. 10 % of the
     disk always stay free."""
@@ -147,7 +148,7 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     """Speculative decoding, as JSON: {"method": "ngram"}, or {"model": FOLDER, "num_speculative_tokens": 4} for a draft
     model or draft heads (EAGLE, Medusa); empty: off. It does not change results."""
     enable_lora: bool = False
-    """Support LoRA adapters in addition to those of lora_modules."""
+    """Support LoRA adapters that are not listed in lora_modules."""
     lora_modules: tuple[str, ...] = ()
     """LoRA adapters (PEFT folders) to load at the start, each as name=folder."""
     max_loras: Annotated[int, option(ge=1, le=1024)] = 16
@@ -199,7 +200,7 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     """Where the model runs: in the engine process (uni), in worker processes (mp), or in worker processes on the nodes
     of a Ray cluster (ray, if there are several ranks); auto: mp if there are several ranks, otherwise uni."""
     cpu_binding: str = "auto"
-    """CPU cores of each rank: auto divides the cores, keeping those of a NUMA node together; none: no binding; or a
+    """CPU cores of each rank: auto divides the cores, keeping the cores of a NUMA node together; none: no binding; or a
     list per rank, such as 0-15,16-31 or 0-7,16-23|8-15,24-31. A single rank is bound by a list only."""
     max_concurrent_batches: Annotated[int, option(ge=0, le=32)] = 0
     """Maximum number of steps in flight; 0: one per pipeline stage, on a GPU at least two."""
@@ -245,7 +246,7 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     """Transport of KV to a decode instance: auto uses shared memory if the prefill instance is on the same host, and
     TCP otherwise; tcp always uses TCP; nixl needs the extra nixl on both instances."""
     allow_fingerprint_mismatch: bool = False
-    """Also use instances whose kernels may compute different bits; a router's responses then have the header
+    """Also use instances with kernels that may compute different bits; a router's responses then have the header
     x-penstock-fingerprint-mismatch."""
 
     def scheduler(self, max_model_len: int) -> SchedulerOptions:

@@ -79,7 +79,7 @@ class LogHandler(logging.Handler):
                 del self._buffer[: self._send(bytes(self._buffer[: select.PIPE_BUF]))]
 
     def _send(self, data: bytes) -> int:
-        """Write without blocking; returns the number of bytes written, or all of them if the reader is gone."""
+        """Write without blocking; returns the number of bytes written, or ``len(data)`` if the reader has exited."""
         try:
             if self._socket:
                 return self._socket.send(data, socket.MSG_DONTWAIT)

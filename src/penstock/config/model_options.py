@@ -93,7 +93,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Default sampling parameters of requests: auto uses the model's generation_config.json, vllm uses vLLM's defaults;
     any other value is a folder with a generation_config.json."""
     override_generation_config: str = ""
-    """Default sampling parameters that override those of generation_config, as JSON: {"temperature": 0.6}."""
+    """Default sampling parameters with precedence over generation_config, as JSON: {"temperature": 0.6}."""
     max_logprobs: Annotated[int, option(ge=0, le=MAX_LOGPROBS)] = MAX_LOGPROBS
     """Maximum of the parameters logprobs and prompt_logprobs of a request."""
     enable_logprob: bool = True
@@ -101,7 +101,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     limit_mm_per_prompt: Annotated[str, option(empty='{"image": 16, "video": 4}')] = ""
     """Maximum numbers of images and videos in a prompt, as JSON: {"image": 4}."""
     mm_processor_kwargs: Annotated[str, option(empty="the model's")] = ""
-    """Parameters that override those of the model's image processor, as JSON: minimum and maximum pixels of a resized
+    """Parameters with precedence over the model's image processor, as JSON: minimum and maximum pixels of a resized
     image, {"min_pixels": 3136, "max_pixels": 1003520}; for videos also the sampling of frames: fps or num_frames,
     min_frames, max_frames."""
     media_io_kwargs: Annotated[str, option(empty="the model's")] = ""
@@ -110,7 +110,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Hosts from which images and videos may be fetched, even from private addresses; empty: any host with a public
     address."""
     allowed_local_media_path: str = ""
-    """Folder whose files requests may use as images (file: URLs); empty: none."""
+    """Folder with files that requests may use as images (file: URLs); empty: no files may be used."""
     max_image_size: Annotated[int, option("bytes", ge=1)] = 20 * 2**20
     """Maximum size of an image file."""
     max_image_pixels: Annotated[int, option("pixels", ge=1)] = 2**26

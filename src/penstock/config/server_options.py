@@ -20,8 +20,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of the server: addresses, protocols, limits, security."""
 
     compat: str = ""
-    """System whose flags, environment variables, defaults and ports are accepted in addition to Penstock's (see
-    docs/dialects)."""
+    """System, such as vllm: its flags, environment variables, defaults and ports are used in addition to Penstock's
+    (see docs/dialects); empty: no system."""
     host: str = "127.0.0.1"
     """Address to listen on. With api_key or compat, the default is 0.0.0.0 (all addresses)."""
     port: Annotated[int, option(ge=-1, le=65535)] = 8000
@@ -79,7 +79,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     api_server_count: Annotated[int, option(ge=1)] = 1
     """Number of API processes."""
     api_key: tuple[str, ...] = ()
-    """API keys, one of which each request must have; empty: no authentication."""
+    """API keys: each request must have one of them; empty: no authentication."""
     admin_api_key: tuple[str, ...] = ()
     """API keys that may also change the server for all clients: log and trace settings, loading of models and adapters,
     sleep, pause, prefix cache. If empty, api_key has this right if it is a single key; several keys do not have it."""
@@ -116,7 +116,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_header_size: Annotated[int, option("bytes", ge=256)] = 64 * 2**10
     """Maximum total size of a request's headers."""
     root_path: str = ""
-    """Prefix of all paths behind a proxy, such as /llm; paths without it are served, too."""
+    """Prefix of all paths at a proxy, such as /llm; paths without the prefix are also served."""
     ssl_certfile: str = ""
     """Certificate chain (PEM) for HTTPS; empty: HTTP."""
     ssl_keyfile: str = ""

@@ -66,7 +66,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         ((name, given),) = trees.items()
         kind = name.removesuffix("_choices") if name.endswith("_choices") else ""
         if self.method in ("ngram", "draft_model") or (kind not in self.method and self.method):
-            raise invalid("speculative_config", f"{name} cannot be set with the method {self.method}")
+            raise invalid(
+                "speculative_config", f"{name} cannot be set with the method {self.method}: unset one of them"
+            )
         try:
             return TokenTree.read(given) if isinstance(given, str) else TokenTree(given)
         except ValueError as error:

@@ -23,7 +23,7 @@ MAX_LENGTH = 80
 class TemporaryFolder:
     """A folder in the system's temporary folder, removed by ``close``.
 
-    The constructor also removes folders of processes that were killed, whose locks the kernel has released.
+    The constructor also removes the folders of killed processes, as the kernel has released their locks.
 
     Args:
         kind: prefix of the folder's name, after ``penstock-``.

@@ -55,7 +55,7 @@ class Client:
         await self._session.close()
 
     async def find_model(self) -> str:
-        """Name of the requested model: that of the body, or else the first one in ``/v1/models``.
+        """Name of the requested model: ``model`` of the body, or the first model in ``/v1/models``.
 
         Raises ``PenstockError`` if the server cannot be reached, or lists no models.
         """

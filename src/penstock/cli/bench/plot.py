@@ -27,7 +27,7 @@ def draw(samples: Sequence[Sample], goodput: Mapping[str, float], title: str, pa
     """Write the plot; the suffix of ``path`` selects the format.
 
     Args:
-        samples: samples of all requests, at least one of which succeeded.
+        samples: samples of all requests. At least one request must have succeeded.
         goodput: latency limits in milliseconds by metric, drawn in the metric's panel.
     """
     good = [sample for sample in samples if sample.outcome is Outcome.OK]

@@ -51,7 +51,7 @@ def compute_results(
     """Results by name. Throughput refers to the time until the end of the last request.
 
     Args:
-        samples: samples of all requests, at least one of which succeeded.
+        samples: samples of all requests. At least one request must have succeeded.
         percentiles: percentiles of each metric, 0 to 100.
         metrics: latencies to report: ttft, tpot, itl, e2el.
         goodput: maximum milliseconds by metric for requests that count in ``request_goodput``.

@@ -135,7 +135,7 @@ class Conversation:
         """Remove the last question and all later messages; returns the question."""
         questions = [index for index, message in enumerate(self._turns) if message["role"] == "user"]
         if not questions:
-            raise PenstockError(Code.NOT_FOUND, "there is no message yet")
+            raise PenstockError(Code.NOT_FOUND, "there is no message yet: send one first")
         question = self._turns[questions[-1]]
         del self._turns[questions[-1] :]
         return question

@@ -1,7 +1,7 @@
 """Output folders of TensorRT-LLM's commands, which record the checkpoint, its quantization and limits.
 
 Checkpoints are not converted, so ``convert_checkpoint.py`` and ``quantize.py`` write only a ``config.json`` with
-TensorRT-LLM's names. ``trtllm-build`` writes an engine folder (``penstock build``), whose ``config.json`` also has
+TensorRT-LLM's names. ``trtllm-build`` writes an engine folder (``penstock build``). Its ``config.json`` also has
 ``pretrained_config`` and ``build_config``.
 """
 

@@ -107,7 +107,9 @@ def _arguments(document: Document) -> list[str]:
     arguments = arguments[len(begin) :]
     known, _ = _options().parse_known_args(arguments)
     if known.port != container.port:
-        message = f"containers[0].port is {container.port}, but --port of its command is {known.port}"
+        message = (
+            f"containers[0].port is {container.port}, but --port of its command is {known.port}: set the same port"
+        )
         raise invalid("service_json", message)
     if container.image:
         _log_ignored("containers[0].image", "no image is started")

@@ -2,8 +2,8 @@
 
 Checkpoints are neither converted nor compiled. The first two commands check their arguments and record them in
 ``config.json`` (``engine_folder.py``); ``trtllm-build`` packs the weights (``penstock build``) for ``tritonserver``.
-Formats with calibration are quantized like ``penstock quantize`` to a checkpoint in the output folder; others are
-quantized when weights are packed.
+Formats with calibration are quantized like ``penstock quantize`` to a checkpoint in the output folder; other formats
+are quantized when weights are packed.
 """
 
 from __future__ import annotations

@@ -141,7 +141,8 @@ def _blocks(options: EngineOptions, longest: int, room: int, size: int) -> int:
     if options.kv_cache_sequences and not options.kv_cache_memory_bytes:
         return blocks_of_sequences(options.kv_cache_sequences, longest, options.block_size)
     if room < size:
-        raise invalid("model", f"its weights leave {room / GB:.2f} GB, less than one KV block ({size / GB:.4f} GB)")
+        needed = f"less than one KV block ({size / GB:.4f} GB): use more memory or ranks, or quantize the weights"
+        raise invalid("model", f"its weights leave {room / GB:.2f} GB, {needed}")
     return room // size
 
 

@@ -168,7 +168,7 @@ def _cell(field: str, value: Any) -> str:
 
 
 def _sparkline(steps: list[Answer], width: int, heights: str) -> str:
-    """One character per step, whose height is the number of tokens."""
+    """One character per step; its height shows the number of tokens."""
     tokens = [sum(part[1] for part in step["parts"]) for step in steps[-width:]]
     most = max(1, *tokens)
     return "".join(heights[min(len(heights) - 1, len(heights) * count // (most + 1))] for count in tokens)

@@ -90,7 +90,7 @@ def all_ignored(why: str, names: str, switches: str = "") -> dict[str, Alias]:
 
 
 COMBINED = Alias(read=lambda text: {})
-"""Alias that ``Profile.together`` evaluates in combination with others."""
+"""Alias that ``Profile.together`` evaluates together with other names."""
 
 
 def only_value(value: str, why: str, short: str = "") -> Alias:

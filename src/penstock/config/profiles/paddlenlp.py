@@ -115,7 +115,7 @@ def _addresses(given: Mapping[str, str]) -> tuple[list[str], str]:
 
 
 def _nodes(given: Mapping[str, str]) -> Settings:
-    """Settings of a multi-node server. Node 0 has the address ``POD_0_IP``; the others follow in their order."""
+    """Settings of a multi-node server. Node 0 has the address ``POD_0_IP``; the next nodes follow ``POD_IPS``."""
     nodes = _count(given, "MP_NNODE")
     if nodes == 1:
         return

@@ -155,7 +155,7 @@ def _speculative(given: Mapping[str, str]) -> Settings:
         return
     source = next(iter(found.values()))[0]
     if "--speculative_config" in given:
-        raise invalid(source, "cannot be combined with --speculative-config")
+        raise invalid(source, "cannot be combined with --speculative-config: unset one of them")
     result = {key: value for key, (_, value) in found.items()}
     if "model" not in result and "method" not in result:
         raise invalid(source, "requires --speculative-model")

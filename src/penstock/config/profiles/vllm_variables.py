@@ -84,7 +84,7 @@ SECURITY: Mapping[str, Alias] = {
         ignored("it has no equivalent"),
     ),
 }
-"""Security-related variables, and variables whose names look security-related."""
+"""Security-related variables, and other variables with names that match the pattern ``SECURITY``."""
 
 
 def _limit(name: str) -> Alias:
@@ -92,7 +92,7 @@ def _limit(name: str) -> Alias:
 
     def read(text: str) -> Mapping[str, Any]:
         if int(text) < LIMITS[name]:
-            raise ValueError(f"the limit is {LIMITS[name]} and cannot be lowered")
+            raise ValueError(f"the limit is {LIMITS[name]} and cannot be lowered: unset the variable")
         return {}
 
     return Alias(read=read)
