@@ -84,7 +84,7 @@ SECURITY: Mapping[str, Alias] = {
         ignored("it has no equivalent"),
     ),
 }
-"""Security-related variables, and other variables with names that match the pattern ``SECURITY``."""
+"""Security-related variables, and other variables with names that match ``profiles.SECURITY``."""
 
 
 def _limit(name: str) -> Alias:
