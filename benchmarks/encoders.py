@@ -51,7 +51,7 @@ def main() -> None:
 def measure(
     folder: Path, model: BertModel, token_ids: torch.Tensor, dtype: str, quantization: str, rounds: int
 ) -> tuple[float, float]:
-    """Seconds for all texts in Penstock and in transformers."""
+    """Median seconds in which Penstock and transformers embed all texts."""
     llm = LLM(folder, dtype=dtype, quantization=quantization)
     other = model.to(getattr(torch, dtype))
     prompts = [{"prompt_token_ids": row} for row in token_ids.tolist()]

@@ -34,7 +34,7 @@ from penstock.engine.kv_transfer.sender import Exported
 
 SECRET = b"of this benchmark's processes"
 LAYERS, HEADS, VECTOR_BYTES = 28, 8, 256
-"""Shape of Qwen3-0.6B in bfloat16."""
+"""KV cache shape of Qwen3-0.6B in bfloat16."""
 LAYER_BYTES = 2 * SLOT_TOKENS * HEADS * VECTOR_BYTES
 INSTANCE = Instance(weights_version="w", fingerprint="f", layers=[(HEADS, VECTOR_BYTES)] * LAYERS)
 

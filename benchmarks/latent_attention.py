@@ -22,7 +22,7 @@ from tqdm import tqdm
 from penstock.ops import AttentionMetadata, AttentionOptions, KVSpec, cpu
 
 LATENT, ROPE, NOPE, VALUE = 512, 64, 128, 128
-"""Sizes in DeepSeek-V2, V3 and R1, and Kimi-K2."""
+"""Vector sizes of latent attention in DeepSeek-V2, V3 and R1, and Kimi-K2."""
 BLOCK, CPU = 64, torch.device("cpu")
 STEPS = (
     ("decode", 1, 1, 1024),

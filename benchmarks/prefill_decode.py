@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def checkpoint(folder: Path) -> Path:
-    """Write a checkpoint without weights."""
+    """Write a checkpoint without weights; returns the folder."""
     for file in demo.CHAT.iterdir():
         if file.suffix != ".safetensors":
             shutil.copy(file, folder)
@@ -107,7 +107,7 @@ def checkpoint(folder: Path) -> Path:
 
 @contextmanager
 def serving(folder: Path, cores: list[int], *flags: str) -> Iterator[str]:
-    """Context with the base URL of a server."""
+    """Context with the base URL of a server that runs on ``cores``."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "penstock.cli.main", "serve", "--model", str(folder), "--load-format", "dummy"]

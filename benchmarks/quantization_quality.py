@@ -55,7 +55,7 @@ BLOCK = 64
 WINDOW = 512
 """Tokens per window of a real model's text, including the BOS token."""
 CHUNK = 128
-"""Number of tokens whose distributions are compared at a time."""
+"""Number of tokens in each comparison of distributions, to limit memory."""
 LICENSES = [Path("/usr/share/common-licenses") / name for name in ("Apache-2.0", "GPL-3", "MPL-2.0", "GFDL-1.3")]
 REAL = {"smollm2": real_models.smollm2, "gemma3": real_models.gemma3}
 """Real models by name."""

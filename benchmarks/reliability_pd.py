@@ -78,7 +78,7 @@ def stopped(role: str, seconds: float) -> Scenario:
 
 
 def cut(one: int, other: int, role: str, seconds: float) -> Scenario:
-    """Drop all packets between two machines."""
+    """Drop all packets between two machines for some seconds."""
 
     async def scenario(deployment: Deployment, right: Right) -> FaultResult:
         machines = deployment.machines
@@ -244,7 +244,7 @@ async def run(only: str) -> list[str]:
 async def rows(
     setup: dict[str, Any], scenarios: dict[str, Scenario], right: Right, progress: Any
 ) -> dict[str, FaultResult]:
-    """Run the scenarios of a deployment."""
+    """Run scenarios on one deployment; returns their results by name."""
     found = {}
     options = {"prefill": 2, "decode": 2, "routers": 2, **setup}
     with (

@@ -1,4 +1,4 @@
-"""Speedup of speculative decoding: tokens per second with and without, alternating.
+"""Speedup of speculative decoding: tokens per second with and without drafts, alternating.
 
 python benchmarks/speculation.py [CHECKPOINT] [--speculative-config JSON ...]
 
@@ -72,7 +72,7 @@ def measure(
     params = SamplingParams(temperature=0, max_tokens=args.output_len, ignore_eos=True)
 
     def run(llm: LLM) -> float:
-        """Tokens per second."""
+        """Generate for all prompts in batches; returns tokens per second."""
         tokens, seconds = 0, 0.0
         for start in range(0, len(prompts), batch):
             some = (prompts * batch)[start : start + batch]

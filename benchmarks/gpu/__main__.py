@@ -108,7 +108,7 @@ def run_all(args: argparse.Namespace) -> int:
 
 
 def processes(name: str, scale: Scale, args: argparse.Namespace) -> list[str]:
-    """Processes of a part: its name and arguments."""
+    """Name and arguments of each process of a part."""
     measured = [each.name for each in (*scale.models, *scale.measured)]
     chosen = args.models.split(",") if args.models else measured
     match name:

@@ -124,7 +124,7 @@ def decoder(model: Model, batch: int, length: int, scale: Scale, device: torch.d
 
 
 Timed = list[tuple[str, float, int]]
-"""Name of the work, seconds, and number of tokens."""
+"""For each work: name, seconds per call, and number of tokens per call."""
 
 
 @torch.inference_mode()

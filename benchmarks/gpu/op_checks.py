@@ -69,7 +69,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 class Draw:
-    """Draws random tensors on a device."""
+    """Generator of random tensors on a device."""
 
     def __init__(self, device: torch.device, seed: int = 0) -> None:
         self._device = device

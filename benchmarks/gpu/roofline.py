@@ -17,7 +17,7 @@ KINDS = {"bf16": "bf16", "fp8": "fp8", "int8": "int8", "int4": "bf16"}
 
 
 def run(scale: Scale, limits: dict[str, float], model_name: str, format: str) -> dict[str, Any]:
-    """Measure a model in a format."""
+    """Measure prefill and decode of a model in a format; returns rows of results, and the start time in seconds."""
     model = next(each for each in (*scale.models, *scale.measured) if each.name == model_name)
     batches = [batch for batch in scale.batches if batch in model.batches or scale.interpret]
     longest = max(*scale.prompts, scale.context + 4 * scale.steps + 2 * max(batches) * scale.context // 8192)

@@ -161,23 +161,23 @@ class Scale:
 
     interpret: bool = False
     models: tuple[Model, ...] = (QWEN3, LLAMA)
-    """Models whose speed is measured, and whose outputs are compared with float32."""
+    """Models for measurements of speed, and for comparison of outputs with float32."""
     compared: tuple[Model, ...] = (
         QWEN3,
         replace(LLAMA, layers=8),
         replace(QWEN3_MOE, layers=6),
         replace(DEEPSEEK, layers=6),
     )
-    """Models whose bits are compared in different batches; the first one in all formats."""
+    """Models for comparison of bits in different batches; the first model is compared in all formats."""
     measured: tuple[Model, ...] = (QWEN3_MOE,)
-    """Additional models whose speed is measured, without comparison with float32."""
+    """Additional models for measurements of speed, without comparison with float32."""
     dtype: str = "bfloat16"
     """Dtype of the computation. The interpreter multiplies bfloat16 incorrectly."""
     formats: tuple[str, ...] = ("bf16", "fp8", "int8", "int4")
     batches: tuple[int, ...] = (1, 8, 64, 256)
     context: int = 1024
     steps: int = 32
-    """Smallest number of timed decode steps."""
+    """Minimum number of timed decode steps."""
     prompts: tuple[int, ...] = (2048, 8192)
     probe: int = 230
     """Prompt length of the compared sequences; with their outputs they exceed 256 tokens."""

@@ -2,7 +2,7 @@
 
 python benchmarks/peers/frontier.py CHECKPOINT --openvino PYTHON --llama-cpp FOLDER --ik-llama-cpp FOLDER
 
-The checkpoint needs real weights, since quality cannot be measured with random ones. Peers are given as in
+The checkpoint needs real weights, since random weights have no quality to measure. Peers are given as in
 ``benchmarks/peers``; ik_llama.cpp is built like llama.cpp. Each system computes the perplexity of the second halves of
 windows of 512 tokens of a text, as ``llama-perplexity`` does; it is reported relative to the 16-bit perplexity of the
 same system, so that differences in tokenizers do not count.
@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 HERE = Path(__file__).parent
 MEASURED: list[Work] = [(1, 512, 1), (1, 16, 64), (8, 16, 64)]
-"""Prefill 512, decode 1 and decode 8."""
+"""Measured works: prefill of 512 tokens, decode of 1 and of 8 sequences."""
 OURS_FORMATS = ("none", "wint8", "w8a8", "wint4", "w4a8")
 OURS_GGUF = {"q8_0": "w8a8", "q6_k": "w8a8", "q4_k_m": "none", "q4_0": "w4a8"}
 """``--quantization`` of Penstock by type of llama.cpp's GGUF file."""

@@ -34,7 +34,7 @@ class System:
 
     name: str
     format: str
-    """``bf16``, ``int8`` or ``int4``, or the name of a quantization."""
+    """Weight format: ``bf16``, ``int8`` or ``int4``, or the name of a quantization."""
     command: list[str]
     environment: dict[str, str]
     """Additional environment variables."""

@@ -55,7 +55,7 @@ CONTENTS = {
     "demo": "built-in model",
     "version": "",
 }
-"""Contents of each package."""
+"""Short description of each package, shown in its box."""
 
 
 class Box(NamedTuple):

@@ -96,7 +96,7 @@ def _fields(name: str, schema: Schema) -> str:
 
 
 def _type(schema: Schema) -> str:
-    """Short description of a schema."""
+    """Short description of a JSON schema's type, for a table cell."""
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(_type(option) for option in schema["anyOf"]))
     if "$ref" in schema:

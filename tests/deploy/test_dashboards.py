@@ -25,7 +25,7 @@ WITHOUT_SAMPLES = ("spec_decode", "kv_transfer", "storage_refusals")
 
 
 class NotReadyError(Exception):
-    """Prometheus is not ready yet."""
+    """Prometheus does not answer queries yet."""
 
 
 @pytest.fixture(scope="module")

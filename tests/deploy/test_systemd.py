@@ -1,4 +1,4 @@
-"""The systemd unit: syntax, and time to stop."""
+"""The systemd unit: syntax and stop timeout."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def table_above(lines: list[str], i: int) -> list[str]:
 
 @cache
 def marks() -> list[list[str]]:
-    """Arguments of all ``row`` marks."""
+    """Arguments of all ``row`` marks of the tests: a system and names of rows."""
     texts = [path.read_text() for path in TESTS.rglob("test_*.py")]
     nodes = [node for text in texts if "pytest.mark.row(" in text for node in ast.walk(ast.parse(text))]
     calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.row"]

@@ -31,7 +31,7 @@ LOADED = {"script", "img", "iframe", "source", "video", "audio", "embed", "objec
 
 
 class Page(HTMLParser):
-    """URLs and anchors of a page."""
+    """Parser that collects the URLs and anchors of a page."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

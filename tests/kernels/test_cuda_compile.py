@@ -19,7 +19,7 @@ if not find_spec("triton"):  # no import: other test files import triton with TR
 
 SCRIPT = SUPPORT / "compile_kernels.py"
 CACHE = repository.BUILD / "triton"
-"""Triton's cache, so that unchanged kernels are not compiled again."""
+"""Folder of Triton's cache, kept so that unchanged kernels are not compiled again."""
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Maximum shared memory of a program, bytes, by target (NVIDIA's tuning guides)."""
 TENSOR_MEMORY = 512
@@ -27,7 +27,7 @@ TENSOR_MEMORY = 512
 FP8 = "fp8"
 MULTIPLY = ("product", "product_int4", "product_fp8_blocks", "attention", "shrink", "expand")
 MULTIPLY += ("latent_attention", "linear_by_head")
-"""Kernels with matrix instructions."""
+"""Names of the kernels that must have matrix instructions."""
 
 
 def compile_kernels(*options: str) -> tuple[list[dict[str, Any]], dict[str, list[str]]]:

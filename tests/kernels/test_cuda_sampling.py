@@ -31,7 +31,7 @@ def float64(*values: float) -> torch.Tensor:
 
 
 def random_columns(rows: int, vocabulary: int, rng: Random) -> list[torch.Tensor]:
-    """Arguments of ``sample_random`` after the logits."""
+    """Random values for the arguments of ``sample_random`` after the logits."""
 
     def draw(*values: float) -> torch.Tensor:
         return float64(*(rng.choice(values) for _ in range(rows)))
@@ -133,7 +133,7 @@ def test_log_softmax_matches_reference_in_any_batch(size: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_topk_orders_equal_values_by_index(size: int) -> None:
-    """This also applies if fewer than k values are finite."""
+    """The order is also by index if fewer than k values are finite."""
     values = torch.randint(-3, 4, (3, size), generator=torch.Generator().manual_seed(size)).float()
     values[1, 1:] = float("-inf")
     for k in {1, min(size, 20), min(size, sampling.MAX_K), min(size, sampling.MAX_K + 1)}:

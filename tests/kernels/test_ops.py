@@ -47,7 +47,7 @@ FORMATS = sorted(
     key=str,
 )
 KV_QUANTIZATIONS = ("", "int8")
-"""Quantizations of the KV cache."""
+"""Tested quantizations of the KV cache."""
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 

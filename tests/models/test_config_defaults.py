@@ -207,7 +207,7 @@ SAMPLE = (
     *("Mixtral", "GptOss", "Gemma2", "Gemma3", "DeepseekV3", "Glm", "Cohere2", "Olmo3", "MiniMaxM2", "Starcoder2"),
     *("SmolLM3", "Qwen2Moe"),
 )
-"""Families whose defaults differ most from Llama's."""
+"""Families with defaults that differ most from Llama's."""
 PROMPT = [Random(0).randrange(2, 300) for _ in range(170)]
 
 

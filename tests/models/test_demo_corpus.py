@@ -121,7 +121,7 @@ def test_arithmetic_is_correct(skill: str) -> None:
 
 
 def term(text: str) -> int:
-    """The value of ``12``, ``3 × 4`` or ``- 5``."""
+    """Compute the value of a text such as ``12``, ``3 × 4`` or ``- 5``."""
     product = math.prod(int(n) for n in re.findall(r"\d+", text))
     return -product if text.startswith("-") else product
 

@@ -20,7 +20,7 @@ SAMPLE = 4
 
 @pytest.fixture(scope="module")
 def figures(chat: Local, draft: Local) -> evaluate.Figures:
-    """Figures of a sample of the evaluation."""
+    """Results of the evaluation on a sample of its questions."""
     return evaluate.evaluate(chat, draft, count=SAMPLE, seed=1, stories=20)
 
 

@@ -72,7 +72,7 @@ class Command:
         return Path(out)
 
     def refused(self, *arguments: str, **env: str) -> str:
-        """Error message of a command that fails."""
+        """Run a command that must fail; returns its error message."""
         status, out, err = self.run(*arguments, **env)
         assert (status, out) == (2, ""), (out, err)
         return err.splitlines()[-1]

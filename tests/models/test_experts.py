@@ -446,7 +446,7 @@ def test_invalid_expert_parallel_size_is_refused(tmp_path: Path) -> None:
 
 
 def test_experts_stored_in_one_tensor_compute_the_same_bits(tmp_path: Path) -> None:
-    """This is the layout of transformers in memory."""
+    """One tensor per projection is the layout of transformers in memory."""
     save(CONFIGS["qwen3-moe"], tmp_path)
     options: dict[str, Any] = {"dtype": "bfloat16", "ops": "cpu", "quantization": "w8a8", **TIGHT}
     expected = [tokens_and_logprobs(output) for output in generate(LLM(tmp_path, **options))]

@@ -76,7 +76,7 @@ def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @torch.inference_mode()
 def table(model: PreTrainedModel, tokens: list[int], images: list[Image.Image]) -> torch.Tensor:
-    """Log probabilities by transformers after each token."""
+    """transformers' log probabilities after each token, ``[tokens, vocabulary]``."""
     ids = torch.tensor([tokens])
     inputs: dict[str, Any] = {}
     if images:

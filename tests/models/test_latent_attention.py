@@ -155,7 +155,7 @@ def test_latent_attention_matches_reference(seed: int) -> None:
     ours, theirs = (ops.new_kv_cache([spec], blocks, CPU)[0] for ops in (cpu, reference))
     other = cpu.new_kv_cache([replace(spec, block_size=64)], 3, CPU)[0]
     for cache in (ours, other):
-        cache.data.fill_(255)  # NaN
+        cache.data.fill_(255)  # bytes of 255 are NaN
     q = randn(seed, tokens, heads, spec.head_dim, dtype=dtype)
     scale, starts = spec.head_dim**-0.5, batch.attention.query_start_loc.tolist()
     rows = []

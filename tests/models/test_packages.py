@@ -179,7 +179,7 @@ def test_chunks_in_several_packages_are_joined(index: Index, tmp_path: Path) -> 
 
 
 def refused(folder: Path, *contents: Mapping[str, bytes]) -> str:
-    """Error message for wheels with these files."""
+    """Error message for packages whose wheels contain the files ``contents``."""
     wheels = []
     for number, files in enumerate(contents):
         path = folder / f"w{number}-1.0-py3-none-any.whl"

@@ -51,7 +51,7 @@ OF_TRANSFORMERS = (
 
 @dataclass(frozen=True)
 class Built:
-    """A matrix of a layer, as the layer requests it from ``BuildContext``."""
+    """A matrix that a layer has requested from ``BuildContext``."""
 
     name: str
     outputs: int

@@ -126,7 +126,7 @@ def test_numbers_of_sampled_frames_match_transformers(pair: tuple[Path, PreTrain
 
 @torch.inference_mode()
 def table(model: PreTrainedModel, tokens: list[int], videos: list[np.ndarray], fps: float, image: Any) -> torch.Tensor:
-    """Log probabilities by transformers after each token."""
+    """transformers' log probabilities after each token, ``[tokens, vocabulary]``."""
     ids = torch.tensor([tokens])
     processed = [video_library.process(model, video, fps, return_tensors="pt") for video in videos]
     inputs = {name: torch.cat([each[name] for each in processed]) for name in ("pixel_values_videos", "video_grid_thw")}

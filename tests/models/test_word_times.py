@@ -29,7 +29,7 @@ from penstock.models.whisper_alignment import token_times
 OPTIONS = {"threads": 1, "block_size": 16, "num_gpu_blocks_override": 100, "weight_cache_dir": "none"}
 TOKEN_TIMES = PoolingParams(pooling_type="last", normalize=False)
 STEP = 0.02
-"""Seconds per hidden state of the audio."""
+"""Seconds of audio per hidden state of the encoder."""
 SOUNDS = {0: 5.0, 1: 6.0, 2: 3.2, 3: 4.24}
 """Duration of each sound in seconds, by seed."""
 

@@ -53,7 +53,7 @@ class ReceivedSpan:
 
 
 class Collector:
-    """Client of a collector process."""
+    """Client that reads the spans received by a collector process."""
 
     def __init__(self, process: subprocess.Popen[str], lines: Iterable[str], grpc: str, http: str) -> None:
         self.process = process

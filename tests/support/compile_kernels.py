@@ -50,7 +50,7 @@ MIN_FP8 = 89
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of a model."""
+    """Sizes of a model's matrices and heads."""
 
     hidden: int
     inter: int
@@ -70,7 +70,7 @@ TOKENS = (1, 64, 128, 256, 500, 2048)
 
 @dataclass
 class Compiled:
-    """A kernel compiled for a target."""
+    """A kernel compiled for a target, with its resources."""
 
     kernel: str
     target: int
@@ -352,7 +352,7 @@ OPS: tuple[Callable[[bool], Calls], ...] = (
 
 @dataclass
 class Job:
-    """A launch to compile."""
+    """A kernel launch to compile for a target."""
 
     launch: Launch
     target: int

@@ -131,7 +131,7 @@ def entry_of(model_type: str) -> dict[str, Any]:
 
 
 def _rope(found: Any) -> dict[str, Any]:
-    """RoPE defaults of a class."""
+    """RoPE defaults of a configuration, as entries of the table."""
     rope = found().rope_parameters
     if "full_attention" in rope:
         return {"rope_theta": {kind: rope[kind]["rope_theta"] for kind in ("full_attention", "sliding_attention")}}

@@ -65,5 +65,5 @@ class FailingDevice:
         exec(code, {})
 
     def fail(self, calls: int = 10**6) -> None:
-        """Let the next calls of the kernel fail."""
+        """Let the next ``calls`` calls of the kernel fail; 0: no calls."""
         self._failures.write_text(str(calls))

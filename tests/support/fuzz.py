@@ -32,7 +32,7 @@ from yarl import URL
 
 CONNECTIONS = 8
 HTTP_PER_GRPC = 5
-"""HTTP requests per gRPC call."""
+"""Number of HTTP requests for each gRPC call."""
 DEADLINE = 60.0
 """Seconds within which a request must be answered, or its connection closed."""
 UNSTARTED_THREADS = 8
@@ -51,7 +51,7 @@ ERROR_SHAPES: tuple[Callable[[dict[str, Any]], bool], ...] = (
 
 @dataclass
 class Report:
-    """Results of a run."""
+    """Results of a fuzzing run."""
 
     statuses: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)

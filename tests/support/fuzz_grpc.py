@@ -165,7 +165,7 @@ def parts(message: Any) -> Iterator[Any]:
 
 
 def mutate(message: Any, rng: random.Random) -> None:
-    """Change one field somewhere in a message."""
+    """Change one random field of a message or of a nested message."""
     part = rng.choice([part for part in parts(message) if part.DESCRIPTOR.fields] or [message])
     if not part.DESCRIPTOR.fields:
         return

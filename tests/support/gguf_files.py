@@ -28,7 +28,7 @@ SCALE_OFFSETS = {
     **{"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,), "IQ4_XS": (0,)},
     **{"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
 }
-"""Byte offsets of the float16 scales in a block, by type."""
+"""Byte offsets of the float16 scales in a block, by GGUF type."""
 SCALE_SIZES = {"Q8_0": 1e-3, "Q3_K": 1e-3, "Q4_K": 3e-4, "Q5_K": 2e-4, "Q6_K": 1e-4, "IQ4_NL": 1e-3, "IQ4_XS": 1e-4}
 """Standard deviation of the scales by type, for weights of about 0.1; 0.01 for types that are not listed."""
 QUANTIZABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")

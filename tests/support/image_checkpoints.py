@@ -232,7 +232,7 @@ def _save(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 def image_processor(model: PreTrainedModel) -> Any:
-    """transformers' image processor of a model of this module."""
+    """transformers' image processor for a model created by this module."""
     vision, size = model.config.vision_config, {"shortest_edge": 256, "longest_edge": 4096}
     if "ernie" in model.config.model_type:
         return Ernie4_5_VLMoeImageProcessorPil(patch_size=vision.patch_size, size=size)

@@ -46,7 +46,7 @@ class KVProxy:
             each.close()
 
     def cut(self) -> None:
-        """Cut the current connections."""
+        """Close the current connections; new connections are accepted."""
         for each in self._sockets:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)

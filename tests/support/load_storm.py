@@ -37,7 +37,7 @@ VALID: dict[str, Any] = {
     "lora_name": "a",
     "lora_path": "a",
 }
-"""Valid values of required fields."""
+"""Valid values of required fields, by name."""
 
 
 def texts(size: int) -> Any:
@@ -124,7 +124,7 @@ class Body(NamedTuple):
     size: int
 
     def content(self) -> bytes:
-        """The body, at most ``size`` bytes."""
+        """Encode the body, with at most ``size`` bytes."""
         if not self.field:
             return REFUSED[self.shape](self.size)
         document = {**self.fields, self.field: SHAPES[self.shape](self.size - 300)}

@@ -48,7 +48,7 @@ class Namespaces:
         self._names = [f"penstock-{os.getpid()}-{number}-{node}" for node in range(count)]
         self.addresses = [f"10.0.0.{node + 1}" for node in range(count)]
         self.names = dict(zip(self.addresses, self._names, strict=True))
-        """Namespace by address."""
+        """Names of the namespaces by address."""
 
     def __enter__(self) -> Self:
         try:

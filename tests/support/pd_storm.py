@@ -25,7 +25,7 @@ from storm import eventually, read_metrics
 
 KV_TIMEOUT = 3.0
 ENGINE_TIMEOUT = 6.0
-"""``--engine-iteration-timeout``."""
+"""Value of ``--engine-iteration-timeout`` in seconds."""
 DEADLINE = 60.0
 """Seconds after which a request counts as lost."""
 COMMON_OPTIONS = (
@@ -41,7 +41,7 @@ SLOT_BYTES = "196608"
 IDLE_METRICS = ("num_requests_running", "num_requests_waiting", "kv_blocks_used", "kv_transfer_slots_used")
 """Metrics of an instance that are zero without requests."""
 TRANSFER = r"transfer \w+: \d+ tokens"
-"""Log message of an instance that takes part in a KV transfer."""
+"""Pattern of the log message of an instance that takes part in a KV transfer."""
 
 
 class Outcome(StrEnum):
@@ -71,7 +71,7 @@ class Question(NamedTuple):
 
 
 Answer = tuple[str, str]
-"""Text and finish reason."""
+"""Text and finish reason of an answer."""
 Right = dict[int, tuple[Question, Answer]]
 """Questions with their expected answers."""
 

@@ -43,7 +43,7 @@ class Kind:
     config: dict[str, Any]
     """``quantization_config`` of the checkpoint."""
     tensors: Callable[[torch.Generator, int, int], dict[str, Tensor]]
-    """Draws the stored tensors of a matrix ``[out, in]``, by their names after the matrix's name."""
+    """Draws the stored tensors of a matrix ``[out, in]``, by the suffix of their names (after the matrix's name)."""
     weights: Callable[[Mapping[str, Array], int, int], Array]
     """Dequantizes the stored tensors of a matrix to ``[out, in]`` float32."""
     activations: tuple[str, int] = ("", 0)

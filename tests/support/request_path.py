@@ -30,7 +30,7 @@ PACKAGE = Path(penstock.__file__).parent
 PROCESSES = {"api": "penstock.serve.process.api_process", "engine": "penstock.engine.service.server"}
 WARM_UPS, REQUESTS = 2, 5
 IDLE_TIME = 3.0
-"""Seconds without requests; periodic work runs at least once a second."""
+"""Seconds without requests in which idle work is recorded; periodic work runs at least once a second."""
 RECORDER = '''
 import json, os, socket, sys, threading
 

@@ -37,7 +37,7 @@ CLASSES: dict[str, dict[str, Any]] = {
         **{"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
     },
 }
-"""Additional fields by ``model_type``."""
+"""Additional fields of ``config.json`` by ``model_type``."""
 KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "mrope", "unheard-of", None)
 
 

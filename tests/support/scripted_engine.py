@@ -127,8 +127,10 @@ class ScriptedServer:
 async def scripted_server(
     model: str = str(demo.CHAT), server_options: ServerOptions | None = None, **options: Any
 ) -> AsyncIterator[ScriptedServer]:
-    """Args:
-    options: fields of ``ModelOptions``.
+    """Context with a scripted server.
+
+    Args:
+        options: fields of ``ModelOptions``.
     """
     server = ScriptedServer(model, ModelOptions(**options), server_options or ServerOptions())
     try:

@@ -49,7 +49,7 @@ for call in (
 
 
 class LoggedProcess:
-    """A process whose log is read line by line while it runs."""
+    """A process with a log that a thread reads line by line while the process runs."""
 
     log_timeout = 60.0
     """Default of the maximum seconds that ``find`` waits."""
@@ -153,7 +153,7 @@ class Served(LoggedProcess):
 
     @property
     def root(self) -> str:
-        """URL without ``/v1``."""
+        """URL of the server, without ``/v1``."""
         return self.url.removesuffix("/v1")
 
     @property
@@ -181,7 +181,7 @@ class Served(LoggedProcess):
         status = self._process.wait(limit)
         deadline = time.monotonic() + STOP_TIMEOUT
         while (left := processes(self.pid)) and time.monotonic() < deadline:
-            time.sleep(0.01)  # processes whose parent was killed end a little later
+            time.sleep(0.01)  # processes may end shortly after their killed parent
         assert not left, [_file(pid, "cmdline") for pid in left]
         return status
 

@@ -35,7 +35,7 @@ REQUEST_TIMEOUT = 120.0
 IDLE_TIMEOUT = 60.0
 """Seconds within which the server must be idle again, with all resources released."""
 READ_SIZE = 100
-"""Bytes per read of a slow reader."""
+"""Number of bytes that a slow reader reads at a time."""
 SERVER_OPTIONS = ("--num-gpu-blocks-override", "1500")
 IDLE_METRICS = ("num_requests_running", "num_requests_waiting", "num_requests_open", "kv_blocks_used")
 LOGPROB_FIELDS = {"/completions": {"logprobs": 20}, "/chat/completions": {"logprobs": True, "top_logprobs": 20}}
@@ -118,7 +118,7 @@ def questions(long: int = 100, kinds: int = 8) -> list[Question]:
 
 @functools.cache
 def reference_llm() -> LLM:
-    """The engine that computes the expected answers."""
+    """Engine that computes the expected answers."""
     return LLM(num_gpu_blocks_override=400)
 
 
@@ -423,7 +423,7 @@ def long_running(question: Question, stream: bool = True) -> Question:
 
 
 def longest(questions: Sequence[Question]) -> list[Question]:
-    """The streaming requests with the most tokens."""
+    """Streaming requests with the maximum number of tokens."""
     most = max(question.body["max_tokens"] for question in questions)
     return [question for question in questions if question.body["stream"] and question.body["max_tokens"] == most]
 
@@ -684,7 +684,7 @@ async def api_killed(questions: Sequence[Question], count: int, shared: Served |
 
 
 async def api_stopped(questions: Sequence[Question], count: int, shared: Served | None = None) -> Tally:
-    """SIGSTOP of an API process until the engine drops it: its requests fail."""
+    """SIGSTOP of an API process until the engine drops the process: its requests fail."""
     tally, long = Tally("SIGSTOP of an API process"), endless()
     async with server(questions, shared=shared) as served:
         async with open_streams(served, [long], count) as tasks:

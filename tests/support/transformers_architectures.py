@@ -90,7 +90,7 @@ MAX_PARAMETERS = 45_000_000
 
 
 class Outcome(NamedTuple):
-    """Result of running an architecture."""
+    """Result of a run of an architecture in Penstock."""
 
     runs: bool
     reason: str = ""
@@ -173,7 +173,7 @@ NEW_TOKENS = 8
 
 
 def compare(llm: LLM, model: PreTrainedModel, prompts: list[list[int]] = PROMPTS) -> Outcome:
-    """Compare a batch with every prompt twice with transformers' ``generate`` and log probabilities of each prompt."""
+    """Run each prompt twice in one batch, and compare with transformers' ``generate`` and log probabilities."""
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, logprobs=2, ignore_eos=True)
     wrong, difference, twice = 0, 0.0, [*prompts, *prompts]
     expected = [generate(model, prompt) for prompt in prompts]
@@ -246,7 +246,7 @@ def rows() -> Iterator[str]:
 
 
 def table() -> str:
-    """The table in docs/transformers.md."""
+    """Markdown table of the architectures for docs/transformers.md."""
     return PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
 
 

@@ -89,12 +89,12 @@ def draw_vision(rng: Random) -> dict[str, Any]:
 
 @dataclass
 class Family:
-    """A vision-language family."""
+    """A vision-language family: small models, processors and special tokens."""
 
     marks: tuple[str, ...]
     """Special tokens of the family, in the order of their ids."""
     marker: str
-    """Text of an image in the chat template."""
+    """Text that the chat template inserts for an image."""
     model: Callable[[Random | None], PreTrainedModel]
     """Creates a small model, with random sizes if a ``Random`` is given."""
     image_processor: Callable[[PreTrainedModel, dict[str, Any]], Any]

@@ -49,7 +49,7 @@ TEMPLATES = {
 
 
 def merges(count: int = 300) -> list[tuple[str, str]]:
-    """The first merges of the demo model."""
+    """The first ``count`` merges of the demo model's tokenizer."""
     return [tuple(pair) for pair in json.loads((demo.CHAT / "tokenizer.json").read_text())["model"]["merges"][:count]]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 GIB = 2**30
 MAX_SWAPPED = 2**28
-"""Maximum bytes in swap that give no advice."""
+"""Bytes in swap above which advice is given."""
 
 
 def advice(

@@ -83,7 +83,7 @@ def inspect_machine() -> dict[str, Any]:
 
 
 def _weight_cache(options: EngineOptions) -> str:
-    """Folder, size and limit of the weight cache."""
+    """One-line description of the weight cache: folder, number of files, size and limit."""
     from penstock.config.cache_folder import cache_folder, disk_usage
 
     folder = cache_folder(options.weight_cache_dir)

@@ -23,7 +23,7 @@ NODE_OPTIONS = (
     "quantization",
     "dtype",
 )
-"""Options that determine which weight files a node needs."""
+"""Options that determine the weight files that a node needs."""
 HUBS = {"hf": "huggingface", "huggingface": "huggingface", "modelscope": "modelscope", "ms": "modelscope"}
 
 

@@ -108,7 +108,7 @@ def _running(system: str, module: str, *paths: str) -> list[Shim]:
 
 
 def _importing(system: str, path: str, module: str, *names: str) -> Shim:
-    """A module that exports names."""
+    """Shim that is a Python module and re-exports ``names`` of Penstock's ``module``."""
     return Shim(system, f"{MODULES}/{path}.py", module, (), names=dict.fromkeys(names, module))
 
 

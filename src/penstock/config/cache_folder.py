@@ -34,12 +34,12 @@ def cache_folder(name: str) -> Path | None:
 
 @dataclass(frozen=True)
 class DiskUsage:
-    """Disk usage of a weight cache."""
+    """Number and size of the files in a weight cache, and its size limit."""
 
     files: int
     """Number of files."""
     used: int
-    """Size of the files in bytes."""
+    """Total size of the files in bytes."""
     limit: int
     """Size limit in bytes."""
 

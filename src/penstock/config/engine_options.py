@@ -94,7 +94,7 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     """Format of the weights; auto detects it, dummy initializes random weights."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Data type of the computation; auto: the checkpoint's."""
+    """Data type of the computation; auto: the checkpoint's data type."""
     quantization: QuantizationName = "none"
     """Quantization of the weights at load. The names give the bits of weights (w, wint) and activations (a8); -g32
     names are former names of the same formats. fp8 quantizes weights and activations to e4m3, on GPUs only."""
@@ -126,7 +126,7 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     num_gpu_blocks_override: Annotated[int, option("blocks", ge=0)] = 0
     """Number of KV blocks; 0: computed from the memory options."""
     gpu_memory_utilization: Annotated[float, option(gt=0, le=1)] = 0.9
-    """Share of a GPU's memory for weights, activations and KV cache together."""
+    """Share of a GPU's memory that weights, activations and KV cache may use together."""
     kv_cache_free_memory_fraction: Annotated[float, option(ge=0, lt=1)] = 0.0
     """Size of the KV cache, as a share of the memory that the weights leave free (on a GPU, instead of
     gpu_memory_utilization); 0: not used."""
@@ -152,9 +152,9 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     lora_modules: tuple[str, ...] = ()
     """LoRA adapters (PEFT folders) to load at the start, each as name=folder."""
     max_loras: Annotated[int, option(ge=1, le=1024)] = 16
-    """Maximum number of loaded adapters."""
+    """Maximum number of LoRA adapters that are loaded at the same time."""
     max_lora_rank: Annotated[int, option(ge=1)] = 64
-    """Maximum rank of an adapter."""
+    """Maximum rank of a LoRA adapter."""
     use_warmup: bool = False
     """Before accepting requests, run the longest prompt and max_num_seqs sequences once."""
     tensor_parallel_size: Annotated[int, option(ge=1, le=32)] = 1
@@ -190,7 +190,7 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     master_addr: str = "127.0.0.1"
     """Address of node 0, on which it listens for the other nodes during the start."""
     master_port: Annotated[int, option(ge=1, le=65535)] = 29501
-    """TCP port of master_addr."""
+    """TCP port on which node 0 listens at master_addr."""
     cluster_secret_file: Annotated[str, option(empty="~/.config/penstock/cluster-secret")] = ""
     """File with the secret that authenticates nodes and instances to each other. All of them need the same secret; node
     0 creates the default file."""
@@ -232,14 +232,14 @@ class EngineOptions(SchedulerOptions, frozen=True, kw_only=True):
     kv_host: Annotated[str, option(empty="the host of the engine_address")] = ""
     """Address on which a prefill instance serves KV to decode instances."""
     kv_port: Annotated[int, option(ge=0, le=65535)] = 0
-    """TCP port of kv_host; 0: any free port."""
+    """TCP port on which a prefill instance serves KV at kv_host; 0: any free port."""
     kv_advertised_address: Annotated[str, option(empty="kv_host and kv_port")] = ""
-    """Address (host:port) at which decode instances reach kv_host and kv_port, if NAT gives it another address."""
+    """Address (host:port) at which decode instances reach kv_host and kv_port through NAT."""
     kv_load_failure: Literal["recompute", "fail"] = "recompute"
     """If no prefill instance can deliver a prompt's KV, the decode instance recomputes the prompt, or fails the
     request."""
     kv_buffer_size: Annotated[int, option("bytes", ge=1)] = 2**28
-    """Memory of an instance for KV in transfer."""
+    """Size of an instance's transfer buffer for KV."""
     kv_timeout: Annotated[float, option("seconds", gt=0)] = 30.0
     """Time without progress after which a KV transfer fails, and another prefill instance is tried."""
     kv_transport: Literal["auto", "tcp", "nixl"] = "auto"

@@ -27,14 +27,14 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     port: Annotated[int, option(ge=-1, le=65535)] = 8000
     """TCP port for HTTP; -1: no HTTP (needs grpc_port), 0: any free port."""
     health_port: Annotated[int, option(ge=-1, le=65535)] = -1
-    """TCP port for health checks only; -1: none, 0: any free port."""
+    """TCP port for health checks only; -1: no separate port, 0: any free port."""
     metrics_aliases: Literal["off", "routers", "all"] = "all"
     """Metrics that /metrics repeats under vLLM's names: off: no metrics, routers: metrics that routers and autoscalers
     read, all: also metrics that vLLM's dashboards show."""
     metrics_port: Annotated[int, option(ge=-1, le=65535)] = -1
-    """TCP port for metrics only; -1: none, 0: any free port."""
+    """TCP port for metrics only; -1: no separate port, 0: any free port."""
     grpc_port: Annotated[int, option(ge=-1, le=65535)] = -1
-    """TCP port for KServe's gRPC API; -1: none, 0: any free port."""
+    """TCP port for KServe's gRPC API; -1: no gRPC, 0: any free port."""
     prefill_instances: tuple[str, ...] = ()
     """Prefill instances of a router (role router), each as host:port of its engine_address, or http://host:port of its
     server."""
@@ -57,7 +57,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     exclude_input_in_output: bool = False
     """Default of the parameter exclude_input_in_output of requests to KServe models."""
     max_beam_width: Annotated[int, option(ge=1, le=MAX_SEQUENCES)] = MAX_SEQUENCES
-    """Maximum beam_width of requests to KServe models."""
+    """Maximum of the parameter beam_width in requests to KServe models."""
     allow_shared_memory: bool = False
     """Let clients register system shared memory (KServe) even if the server listens on other than loopback addresses.
     Clients can then read and write any POSIX shared memory object that the server can."""
@@ -75,7 +75,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     served_model_name: tuple[str, ...] = ()
     """Names of the model in the API; empty: the value of model."""
     require_model: bool = False
-    """Reject OpenAI API requests without a model."""
+    """Reject OpenAI API requests without the field model; otherwise the first model is used."""
     api_server_count: Annotated[int, option(ge=1)] = 1
     """Number of API processes."""
     api_key: tuple[str, ...] = ()
@@ -176,7 +176,7 @@ class LogOptions(msgspec.Struct, frozen=True, kw_only=True):
     log_level: LogLevel = "info"
     """Minimum level of log lines; at debug, health checks are logged, too."""
     log_format: Literal["text", "json"] = "text"
-    """Text lines, or one JSON object per line."""
+    """Format of log lines: text, or one JSON object per line."""
     log_file: str = ""
     """File to which the log is appended, in addition to standard error; empty: no file."""
     otlp_endpoint: str = ""

@@ -23,11 +23,11 @@ from .secrets import is_secret
 
 @dataclass(frozen=True)
 class Setting:
-    """One option of the configuration."""
+    """Metadata of one option of the configuration."""
 
     section: str
     schema: type
-    """Class of the section."""
+    """Class of the section, such as ``EngineOptions``."""
     name: str
     annotated: Any
     """Annotated type with bounds, for ``msgspec.convert``."""

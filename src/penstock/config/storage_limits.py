@@ -11,10 +11,10 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class StorageLimits(NamedTuple):
-    """Maximum numbers of stored objects; None: no limit."""
+    """Maximum size and numbers of stored objects; None: no limit."""
 
     bytes: int | None = None
-    """Total size of files, responses and conversations."""
+    """Total size of files, responses and conversations in bytes."""
     files: int | None = None
     responses: int | None = None
     conversations: int | None = None

@@ -45,7 +45,7 @@ class TokenTree:
         return cls([int(number) for number in re.findall(r"\d+", path)] for path in NUMBER_LISTS.findall(text))
 
     def up_to(self, depth: int) -> TokenTree:
-        """Return the tree of nodes up to a depth of at least 1."""
+        """Return the tree of the nodes up to ``depth``, which must be at least 1."""
         return self if depth >= self.depth else TokenTree([node for node in self.nodes if len(node) <= depth])
 
     def scratch_blocks(self, block_size: int) -> int:

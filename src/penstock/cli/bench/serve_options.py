@@ -38,7 +38,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Trace file: JSONL as Mooncake's (timestamp, input_length, output_length, hash_ids; equal ids become equal blocks
     of 512 tokens) or CSV as Azure's (TIMESTAMP,ContextTokens,GeneratedTokens)."""
     num_prompts: Annotated[int, option(ge=1)] = 100
-    """Number of requests; of a trace, the first ones."""
+    """Number of requests; with a trace, the maximum number, from its beginning."""
     random_input_len: Annotated[int, option("tokens", ge=1)] = 128
     """Length of random prompts."""
     random_output_len: Annotated[int, option("tokens", ge=1)] = 64
@@ -99,7 +99,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def body(self) -> dict[str, Any]:
-        """Fields of ``extra_body``."""
+        """``extra_body`` as a dict. Raises ``PenstockError`` (``invalid``) if it is not a JSON object."""
         try:
             return msgspec.json.decode(self.extra_body, type=dict[str, Any])
         except msgspec.MsgspecError as error:
@@ -115,7 +115,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def metrics(self) -> list[str]:
-        """Latency metrics to report."""
+        """Names in ``percentile_metrics``, in the order of ``METRICS``."""
         given = self.percentile_metrics.split(",")
         if unknown := set(given) - set(METRICS):
             raise invalid("percentile_metrics", f"{min(unknown)} is not one of {', '.join(METRICS)}")

@@ -1,4 +1,4 @@
-"""Slash commands."""
+"""Slash commands of ``penstock chat``."""
 
 from __future__ import annotations
 

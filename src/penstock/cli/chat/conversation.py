@@ -82,7 +82,7 @@ class Conversation:
         self._unanswered = None
 
     def add_result(self, call: ToolCall, result: str) -> None:
-        """Add the result of a tool call of the last answer."""
+        """Add the result of a tool call in the last answer."""
         self._turns.append({"role": "tool", "content": result, "tool_call_id": call.id})
 
     def undo(self) -> str:

@@ -41,7 +41,7 @@ class FunctionDelta(msgspec.Struct):
 
 
 class ToolCallDelta(msgspec.Struct):
-    """Delta of a tool call; the first one has id and name."""
+    """Delta of a tool call; the first delta of a call has its id and name."""
 
     function: FunctionDelta
     index: int | None = None

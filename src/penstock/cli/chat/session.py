@@ -28,7 +28,7 @@ SPINNER_DELAY = 1.0
 
 @dataclass
 class SessionStatistics:
-    """Statistics of the session."""
+    """Statistics of all answers in the session."""
 
     answers: int = 0
     tokens: int = 0

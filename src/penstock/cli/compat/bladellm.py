@@ -81,7 +81,7 @@ def quantize() -> int:
 
 
 def split() -> int:
-    """Write an engine folder; returns the exit status."""
+    """Pack a checkpoint's weights for each rank into an engine folder; returns the exit status."""
     parser = _parser("blade_llm_split", "Pack a checkpoint's weights for each rank into an engine folder.")
     parser.add_argument("--tensor_parallel_size", type=int, default=1, help="number of ranks (default: 1)")
     return exit_status(parser, lambda: _split(parser.parse_args()))

@@ -97,7 +97,7 @@ def check(folder: Path, allowed: str = "") -> None:
 
 
 def write(folder: Path, config: Mapping[str, Any], allowed: str = "") -> None:
-    """Write the configuration. Other arguments and errors as for ``check``."""
+    """Write ``config`` to ``config.json``. Folder, ``allowed`` and errors are as for ``check``."""
     check(folder, allowed)
     try:
         (folder / NAME).write_text(json.dumps(config, indent=4) + "\n", encoding="utf-8")

@@ -47,7 +47,7 @@ class MergedSettings:
 
 @dataclass
 class File:
-    """A ``config.pbtxt``."""
+    """A ``config.pbtxt`` file of the repository."""
 
     path: Path
     config: Any

@@ -20,7 +20,7 @@ from ..parser import Parser
 logger = logging.getLogger(__name__)
 
 COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*')
-"""Comments, or (group 1) strings, in which ``//`` is not a comment."""
+"""A comment, or a string (group 1), as ``//`` in a string does not begin a comment."""
 COMMANDS = (["blade_llm_server"], ["penstock", "serve"])
 MIB = 2**20
 

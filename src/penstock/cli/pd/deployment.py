@@ -44,7 +44,7 @@ OWN = (
     "decode_instances",
     "cpu_binding",
 )
-"""Options that differ between the processes."""
+"""Options that ``penstock pd`` sets separately for each process."""
 KV_CACHE_SIZES = (
     "num_gpu_blocks_override",
     "kv_cache_memory_bytes",

@@ -20,7 +20,7 @@ class Glyphs(NamedTuple):
 
 BLOCKS = Glyphs("█", "░", "▁▂▃▄▅▆▇█")
 ASCII = Glyphs("#", ".", "_.-=+*%#")
-"""Glyphs for terminals whose encoding lacks block characters."""
+"""Glyphs for terminals with an encoding that lacks block characters."""
 COLUMNS = (
     ("REQUEST", "id"),
     ("STATE", "state"),

@@ -163,7 +163,7 @@ def on(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Profile:
-    """Names and defaults of another system."""
+    """Flags, environment variables, defaults and metrics of another system."""
 
     name: str
     title: str
@@ -173,7 +173,7 @@ class Profile:
     flags: Mapping[str, Alias] = field(default_factory=dict)
     """The system's flags, by name without leading dashes and with ``_``."""
     variables: Mapping[str, Alias] = field(default_factory=dict)
-    """The system's environment variables."""
+    """The system's environment variables, by name."""
     prefixes: tuple[str, ...] = ()
     """Prefixes of the system's environment variables. Unknown variables with such a prefix are logged, or rejected if
     their names are security-related."""
@@ -182,7 +182,7 @@ class Profile:
     together: Callable[[Mapping[str, str]], Settings] = lambda given: iter(())
     """Yields settings that depend on several names. Raises ``PenstockError`` (``invalid``)."""
     defaults_for: Callable[[Mapping[str, str]], Mapping[str, Any]] = lambda given: {}
-    """Returns defaults that depend on other options."""
+    """Returns defaults, by Penstock's settings, that depend on the given names."""
     metrics: Mapping[str, str | DerivedMetric] = field(default_factory=dict)
     """The system's metrics, with Penstock's name (without ``penstock:``) or a derived metric. A key ``name.label`` is a
     sample of ``name`` with the label ``label="label"``."""

@@ -23,11 +23,11 @@ FORMATS = {"weight_only_int8": "wint8", "weight_only_int4": "wint4", "a8w8": "w8
 """``quantization`` by the format in the third part of a model's name."""
 
 NODES = r"-(\d+)nodes\Z"
-"""Number of nodes in a model's name."""
+"""Pattern of the number of nodes at the end of a model's name."""
 
 
 def nodes_named(name: str) -> int | None:
-    """Number of nodes in a model's name; None if it has none."""
+    """Number of nodes in a model's name; None if the name has no number of nodes."""
     found = re.search(NODES, [*name.strip("/").split("/"), ""][1])
     return int(found[1]) if found else None
 
@@ -109,7 +109,7 @@ def _check(given: Mapping[str, str]) -> None:
 
 
 def _addresses(given: Mapping[str, str]) -> tuple[list[str], str]:
-    """Parse ``POD_IPS`` and ``POD_0_IP``."""
+    """Parse ``POD_IPS`` (all nodes) and ``POD_0_IP`` (node 0)."""
     ips = [ip.strip() for ip in given.get("POD_IPS", "").split(",") if ip.strip()]
     return ips, given.get("POD_0_IP", "").strip()
 

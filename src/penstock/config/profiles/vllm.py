@@ -117,7 +117,7 @@ def _backend(text: str) -> Mapping[str, Any]:
     name, _, given = text.partition(":")
     result: dict[str, Any] = {"guided_decoding_backend": name.lower()}
     for option in filter(None, given.split(",")):
-        if option == "no-fallback":  # no backend falls back to another
+        if option == "no-fallback":  # no effect, as no backend has a fallback
             continue
         if (known := option.replace("-", "_")) not in BACKEND_OPTIONS:
             raise ValueError(f"{option} is not supported; supported options: {', '.join(BACKEND_OPTIONS)}")
@@ -175,7 +175,7 @@ def _generation(text: str) -> Mapping[str, Any]:
 
 
 def pooler(text: str) -> Mapping[str, Any]:
-    """Translate ``pooler_config``."""
+    """Translate ``--pooler-config`` (JSON) to pooling options. Raises ``ValueError`` for unsupported keys."""
     settings: dict[str, Any] = {}
     for name, value in json_object(text).items():
         if value is None or (name, value) == ("enable_chunked_processing", False):
@@ -208,7 +208,7 @@ def _compilation(text: str) -> Mapping[str, Any]:
 
 
 def _eplb(text: str) -> Mapping[str, Any]:
-    """Translate ``--eplb-config``."""
+    """Translate ``--eplb-config`` (JSON). Raises ``ValueError`` for unsupported keys."""
     names = {"num_redundant_experts": "num_redundant_experts", "log_balancedness": "expert_load"}
     given = json_object(text)
     if unknown := set(given) - set(names):
