@@ -31,9 +31,7 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument(
-        "--quantization", default="none", help="quantization of the model with adapters (default: none)"
-    )
+    parser.add_argument("--quantization", default="none", help="quantization of the model (default: none)")
     parser.add_argument("--batch", type=int, default=16, help="sequences with adapters (default: 16)")
     parser.add_argument("--beams", type=int, default=4, help="number of beams (default: 4)")
     parser.add_argument("--output-len", type=int, default=32, help="tokens per sequence (default: 32)")

@@ -56,9 +56,7 @@ def main() -> None:
     parser.add_argument("--openvino", type=Path, metavar="PYTHON")
     parser.add_argument("--llama-cpp", type=Path, metavar="FOLDER")
     parser.add_argument("--ik-llama-cpp", type=Path, metavar="FOLDER")
-    parser.add_argument(
-        "--only", nargs="+", metavar="SYSTEM:FORMAT", help="measure only these formats, such as Penstock:w8a8"
-    )
+    parser.add_argument("--only", nargs="+", metavar="SYSTEM:FORMAT", help="only these formats, such as Penstock:w8a8")
     parser.add_argument(
         "--text",
         type=Path,

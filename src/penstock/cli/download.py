@@ -41,9 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--source", choices=sorted(HUBS), help="hub of org/name (default: --model-hub)")
     parser.add_argument("--endpoint", default="", metavar="URL", help="address of the hub or object store")
     parser.add_argument("--token", help="access token of the hub (default: HF_TOKEN or MODELSCOPE_API_TOKEN)")
-    parser.add_argument(
-        "--max-workers", type=int, default=8, metavar="N", help="maximum number of connections (default: 8)"
-    )
+    parser.add_argument("--max-workers", type=int, default=8, metavar="N", help="maximum connections (default: 8)")
     parser.add_argument("--compat", default="", help="also read the environment variables of this system (vllm, ...)")
     add_options(parser, (), OPTIONS + NODE_OPTIONS)
 

@@ -156,9 +156,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help=f"system ({', '.join(_systems())}) or command (default: all)"
     )
-    parser.add_argument(
-        "--list", action="store_true", help="list the wrapper commands, with the commands that they run"
-    )
+    parser.add_argument("--list", action="store_true", help="list wrapper commands and the commands they run")
     parser.add_argument("--force", action="store_true", help="also overwrite files not written by penstock shims")
 
 
