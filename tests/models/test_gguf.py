@@ -151,7 +151,7 @@ def test_model_of_mixed_types_matches_transformers(name: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("config", [LlamaConfig(**WORDY), Qwen2Config(**WORDY), Qwen3Config(**WORDY)])
 def test_config_and_weights_are_read_as_by_transformers(config: PreTrainedConfig, tmp_path: Path) -> None:
-    """transformers has an independent implementation of the format."""
+    """transformers has an independent implementation of GGUF."""
     save(config, tmp_path)
     write_gguf(tmp_path, tmp_path / "small.gguf", lambda name: "Q8_0")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="small.gguf", dtype=torch.float32)
@@ -487,7 +487,7 @@ def pieces(
 
 
 def add_pieces(writer: GGUFWriter, theirs: sentencepiece.SentencePieceProcessor, model: dict[str, Any]) -> None:
-    """Write a SentencePiece model as the converter does.
+    """Write a SentencePiece model as llama.cpp's converter does.
 
     Args:
         model: the same model in the format of ``tokenizer.json``.

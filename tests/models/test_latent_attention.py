@@ -340,6 +340,6 @@ def test_quantized_checkpoint_matches_transformers(kind: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("knowing", [True, False])
 def test_multi_token_prediction_layers_generate_drafts(knowing: bool, tmp_path: Path) -> None:
-    """In DeepSeek-V3, these layers also have latent attention and experts."""
+    """In DeepSeek-V3, multi-token prediction layers also have latent attention and experts."""
     config = DeepseekV3Config(**LATENT | EXPERTS | {"vocab_size": 3584})
     check_heads(with_head(tmp_path, knowing, config), knowing)

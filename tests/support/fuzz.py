@@ -46,7 +46,7 @@ ERROR_SHAPES: tuple[Callable[[dict[str, Any]], bool], ...] = (
     lambda body: bool(body["error_msg"]) and body["error_code"] >= 400,  # PaddleNLP
     lambda body: isinstance(body["message"], str) and bool(body["message"]),  # Cohere
 )
-"""Checks of an error's body, one per format."""
+"""Checks of an error body, one per API's format."""
 
 
 @dataclass

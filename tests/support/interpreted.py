@@ -61,8 +61,8 @@ _create_fp_to_fp = interpreter.InterpreterBuilder.create_fp_to_fp
 interpreter.InterpreterBuilder.create_dot = create_dot
 interpreter.InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
 
-# The interpreter patches Triton's language for each call of a device function, which takes most of its time. Patching
-# once per kernel is enough.
+# The interpreter patches Triton's language for each call of a device function. That takes most of the time, and one
+# patch per kernel is enough.
 _patch_lang = interpreter._patch_lang
 _patched: set[str] = set()
 

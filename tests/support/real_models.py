@@ -215,7 +215,7 @@ def _ctranslate2_variables(path: Path) -> Iterator[tuple[str, NDArray[np.generic
 
 
 def _whisper_weights(stored: dict[str, NDArray[np.generic]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names in transformers, and weights as float32."""
+    """Weights of a CTranslate2 model as float32, with their names in transformers."""
     renamed = {
         "decoder/embeddings/weight": "decoder.embed_tokens.weight",
         "ffn/layer_norm/": "final_layer_norm.",

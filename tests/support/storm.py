@@ -79,7 +79,7 @@ class Tally:
     slowest: float = 0.0
     """Maximum seconds until an error, over the requests that must fail or be refused immediately."""
     failed_before_restart: bool = True
-    """True if these requests got their errors before the killed process was running again."""
+    """True if all streams of a killed engine ended before the engine was running again."""
     slowest_live: float = 0.0
     """Seconds of the slowest response of ``/live``."""
     longest_gap: float = 0.0

@@ -312,7 +312,7 @@ def onevision_processor(model: PreTrainedModel, kwargs: dict[str, Any]) -> Llava
 def onevision_inputs(
     model: PreTrainedModel, tokenizer: Any, text: str, images: list[Image.Image], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Equivalent of ``LlavaOnevisionProcessor`` for a conversation: its images are passed as a nested list."""
+    """Model inputs as from ``LlavaOnevisionProcessor``, with the images as one conversation (a nested list)."""
     config = model.config
     pixels = dict(onevision_processor(model, kwargs)([images], return_tensors="pt")) if images else {}
     processor = SimpleNamespace(

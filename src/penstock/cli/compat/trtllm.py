@@ -69,12 +69,12 @@ BUILD_IGNORED = {
     "opt_num_tokens": NO_KERNELS,
     "opt_batch_size": NO_KERNELS,
 }
-"""Ignored flags with a value, and the reason."""
+"""Reason why a flag with a value is ignored, by flag."""
 BUILD_SWITCHES = dict.fromkeys(
     ("gather_context_logits", "gather_generation_logits", "gather_all_token_logits"),
     "requests can ask for logits, up to --max-logits-size",
 )
-"""Ignored flags without a value, and the reason."""
+"""Reason why a flag without a value is ignored, by flag."""
 
 
 def convert_checkpoint() -> int:

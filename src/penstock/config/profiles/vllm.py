@@ -73,7 +73,7 @@ def size(text: str) -> int:
 
 
 def _length(text: str) -> int:
-    """Parse a context length; ``auto`` and -1 are 0 (the model's)."""
+    """Parse a context length; ``auto`` and -1 are 0: the model's context length."""
     return 0 if text in ("auto", "-1") else size(text)
 
 
