@@ -143,7 +143,7 @@ def test_failed_start_is_explained(shell: Shell) -> None:
     assert status == 2 and "BLOCK_BS: 1e+07 sequences of 2048 tokens take" in output and "at most" in output
     assert shell.run("start_server", BATCH_SIZE="129") == (
         2,
-        "start_server: BATCH_SIZE: '129' is wrong: must be from 1 to 128\n",
+        "start_server: BATCH_SIZE: '129' is wrong: it must be from 1 to 128\n",
     )
     assert shell.run("stop_server")[1].startswith("No server")
 
@@ -258,23 +258,23 @@ def test_variable_names_before_version_3_are_accepted() -> None:
     ("variables", "message"),
     [
         ({"GRPC_PORT": "1"}, "SERVICE_GRPC_PORT: is 8811, but GRPC_PORT"),
-        ({"HEALTH_HTTP_PORT": "99999"}, "HEALTH_HTTP_PORT: '99999' is wrong: must be a port"),
+        ({"HEALTH_HTTP_PORT": "99999"}, "HEALTH_HTTP_PORT: '99999' is wrong: it must be a port"),
         ({"SERVICE_GRPC_PORT": "x"}, "SERVICE_GRPC_PORT: 'x' is wrong"),
-        ({"SERVICE_HTTP_PORT": "-2"}, "SERVICE_HTTP_PORT: '-2' is wrong: must be a port"),
+        ({"SERVICE_HTTP_PORT": "-2"}, "SERVICE_HTTP_PORT: '-2' is wrong: it must be a port"),
         ({"POD_0_IP": "10.0.0.3", "POD_IPS": "10.0.0.1"}, r"POD_0_IP: 10.0.0.3 is not among POD_IPS \(10.0.0.1\)"),
         ({"POD_0_IP": "10.0.0.3"}, "POD_0_IP: 10.0.0.3 is not among POD_IPS"),
-        ({"MP_NNODE": "2", "MP_NUM": "16"}, "POD_IPS: must be set, as MP_NNODE is 2"),
-        ({"MP_NNODE": "2", "POD_IPS": "a,b"}, "POD_0_IP: must be set, as MP_NNODE is 2"),
+        ({"MP_NNODE": "2", "MP_NUM": "16"}, "POD_IPS: must be set to the addresses of all nodes, as MP_NNODE is 2"),
+        ({"MP_NNODE": "2", "POD_IPS": "a,b"}, "POD_0_IP: must be set to the address of node 0, as MP_NNODE is 2"),
         ({"POD_IPS": "a,b", "POD_0_IP": "a"}, "POD_IPS: has 2 addresses, but MP_NNODE is 1"),
         ({"MP_NUM": "2", "CUDA_VISIBLE_DEVICES": "0"}, "CUDA_VISIBLE_DEVICES: has 1 devices, but MP_NUM=2"),
         ({"MP_NUM": "1", "CUDA_VISIBLE_DEVICES": "0,1"}, "CUDA_VISIBLE_DEVICES: has 2 devices, but MP_NUM=1"),
         ({"MP_NUM": "3", "MP_NNODE": "2", "POD_IPS": "a,b", "POD_0_IP": "a"}, "MP_NUM: 3 is not a multiple"),
         ({"MP_NUM": "0"}, "MP_NUM: '0' is not a positive integer"),
-        ({"BATCH_SIZE": "129"}, "BATCH_SIZE: '129' is wrong: must be from 1 to 128"),
-        ({"PUSH_MODE_HTTP_WORKERS": "9"}, "PUSH_MODE_HTTP_WORKERS: '9' is wrong: must be from 1 to 8"),
+        ({"BATCH_SIZE": "129"}, "BATCH_SIZE: '129' is wrong: it must be from 1 to 128"),
+        ({"PUSH_MODE_HTTP_WORKERS": "9"}, "PUSH_MODE_HTTP_WORKERS: '9' is wrong: it must be from 1 to 8"),
         ({"BLOCK_BS": "many"}, "BLOCK_BS: 'many' is wrong"),
         ({"BLOCK_RATIO": "1.5"}, "BLOCK_RATIO: 1.5 is wrong: it must be at most 1"),
-        ({"USE_WARMUP": "yes"}, "USE_WARMUP: 'yes' is wrong: must be 0 or 1"),
+        ({"USE_WARMUP": "yes"}, "USE_WARMUP: 'yes' is wrong: it must be 0 or 1"),
         ({"model_name": "chat"}, "model_name: 'chat' is wrong: it must be org/model"),
     ],
 )

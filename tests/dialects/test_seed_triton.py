@@ -315,7 +315,7 @@ def test_engine_for_two_ranks_gives_same_answer(workspace: Path, served: Served)
     launch = LAUNCH.replace("1tp", "2tp")
     refused = bash(workspace, launch.replace("--world_size=1", "--world_size=3"))
     assert refused.returncode == 2
-    assert "world_size: is 3, but the engine of tensorrt_llm is for 2 ranks (tp_size times pp_size)" in refused.stderr
+    assert "world_size: is 3, but the engine of tensorrt_llm has 2 ranks (tp_size times pp_size)" in refused.stderr
     with served_by(workspace, launch.replace("--world_size=1", "--world_size=2")) as launched:
         assert json.loads(curl(launched, GENERATE)) == json.loads(curl(served, GENERATE))
 

@@ -213,7 +213,7 @@ def test_parameter_sets_option(
 @pytest.mark.parametrize(
     ("model", "key", "good", "wrong", "message"),
     [
-        ("tensorrt_llm", "gpu_device_ids", "0", "0,1", "has 2 devices per instance, but the engine is for 1"),
+        ("tensorrt_llm", "gpu_device_ids", "0", "0,1", "has 2 devices per instance, but must have 1"),
         ("tensorrt_llm", "gpu_device_ids", "2;3", "0;2", "devices must have consecutive numbers"),
         ("tensorrt_llm", "decoding_mode", "top_k_top_p", "redrafter", "requests select the decoding mode"),
         ("tensorrt_llm", "normalize_log_probs", "true", "false", "it must be true"),

@@ -133,7 +133,7 @@ def test_tree_has_more_accepted_tokens_than_its_first_path(attending: Heads, pla
         ({"medusa_choices": [[0]], "eagle_choices": [[0]]}, "set only one of medusa_choices and eagle_choices"),
         ({"eagle_choices": [[0]], "method": "medusa"}, "eagle_choices cannot be set with the method medusa"),
         ({"speculative_token_tree": "[(0,)]", "method": "ngram"}, "cannot be set with the method ngram"),
-        ({"speculative_token_tree": [[0] * 33]}, "a depth of at most 32"),
+        ({"speculative_token_tree": [[0] * 33]}, "33 nodes and depth 33; .* at most depth 32"),
         ({"num_speculative_tokens": 33}, "num_speculative_tokens must be at most 32"),
         (
             {"method": "medusa", "model": "HEADS/medusa", "medusa_choices": [[0] * 4]},

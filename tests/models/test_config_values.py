@@ -149,7 +149,7 @@ def test_heads_of_any_even_size_are_split_between_ranks(tmp_path: Path) -> None:
 def test_tensors_not_in_the_config_are_ignored_with_a_warning(
     name: str, shape: tuple[int, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The fields of the config decide, as in transformers, and the contradiction is logged."""
+    """As in transformers, the fields of the config determine the modules; additional tensors are logged."""
     save(LlamaConfig(**SMALL), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     torch.manual_seed(0)

@@ -94,8 +94,8 @@ def demo_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_dequantized_tensors_match_llama_cpp(kind: str) -> None:
-    """Bit-exact in float32, except Q4_1 and Q4_K: their integers are -8 to 7 here and 0 to 15 in llama.cpp, so that the
-    offsets are rounded once more."""
+    """Equal bits in float32, except Q4_1 and Q4_K: their integers are -8 to 7 in Penstock and 0 to 15 in llama.cpp, so
+    Penstock's offsets are rounded once more."""
     number = GGMLQuantizationType[kind]
     rows = random_blocks(kind, 70, 768, np.random.default_rng(0))
     expected = torch.from_numpy(gguf.quants.dequantize(rows, number))
@@ -115,8 +115,8 @@ def test_block_sizes_and_names_equal_llama_cpp() -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_model_of_mixed_types_matches_transformers(name: str, tmp_path: Path) -> None:
-    """transformers runs the weights that llama.cpp's library dequantizes. Compares log probabilities and greedy tokens
-    in float32, and the error in bfloat16, where the kernels multiply integers."""
+    """transformers runs the weights as dequantized by llama.cpp's library. Compares log probabilities and greedy tokens
+    in float32, and the error in bfloat16, where Penstock's kernels multiply integers."""
     save(CONFIGS[name], tmp_path)
     kinds = cycle([*QUANTIZED, "F32", "F16", "BF16"])
     stored = write_gguf(tmp_path, tmp_path / "small.gguf", lambda name: next(kinds))
@@ -151,7 +151,7 @@ def test_model_of_mixed_types_matches_transformers(name: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("config", [LlamaConfig(**WORDY), Qwen2Config(**WORDY), Qwen3Config(**WORDY)])
 def test_config_and_weights_are_read_as_by_transformers(config: PreTrainedConfig, tmp_path: Path) -> None:
-    """transformers implements the format independently."""
+    """transformers has an independent implementation of GGUF."""
     save(config, tmp_path)
     write_gguf(tmp_path, tmp_path / "small.gguf", lambda name: "Q8_0")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="small.gguf", dtype=torch.float32)
@@ -183,7 +183,7 @@ def test_rows_read_by_a_rank_equal_rows_of_the_tensor(tmp_path: Path) -> None:
         assert torch.equal(weights.read(name, *shape, rows=(30, 99)), weights.read(name, *shape)[30:99])
 
 
-def test_demo_model_in_q8_0_answers(demo_file: Path) -> None:
+def test_demo_model_in_q8_0_answers_correctly(demo_file: Path) -> None:
     llm = LLM(demo_file)
     params = SamplingParams(temperature=0, max_tokens=40)
     (answer,) = llm.chat(QUESTION, params, use_tqdm=False)
@@ -208,7 +208,7 @@ def test_server_serves_a_gguf_file(demo_file: Path, servers: Servers) -> None:
     assert reply["model"] == str(demo_file)
 
 
-def test_gguf_file_drafts_for_another(demo_file: Path, tmp_path: Path) -> None:
+def test_drafts_of_a_gguf_draft_model_are_accepted(demo_file: Path, tmp_path: Path) -> None:
     write_gguf(demo.DRAFT, tmp_path / "draft.gguf", lambda name: "F16")
     params = SamplingParams(temperature=0, max_tokens=40)
     llm = LLM(demo_file, speculative_config={"model": str(tmp_path / "draft.gguf"), "adaptive": False})
@@ -219,7 +219,7 @@ def test_gguf_file_drafts_for_another(demo_file: Path, tmp_path: Path) -> None:
 def test_folder_with_one_gguf_file_resolves_to_the_file(demo_file: Path, tmp_path: Path) -> None:
     shutil.copy(demo_file, tmp_path / "demo.gguf")
     (tmp_path / "mmproj-demo.gguf").touch()
-    (tmp_path / "config.json").touch()  # some repositories on the hub have one, but no tokenizer
+    (tmp_path / "config.json").touch()  # some repositories on the hub have this file, but no tokenizer
     assert resolve(tmp_path) == resolve(tmp_path / "demo.gguf") != resolve(demo_file)
     shutil.copy(demo_file, tmp_path / "other.gguf")
     with pytest.raises(PenstockError, match=r"holds several models: give one of demo\.gguf, other\.gguf"):
@@ -231,7 +231,7 @@ def test_plan_memory_reads_a_gguf_file(demo_file: Path) -> None:
     planned = json.loads(result.stdout)
     assert planned["architecture"] == "Qwen3ForCausalLM", result.stderr
     weights = sum(tensor.size for tensor in GGUFFile(demo_file).tensors.values())
-    assert weights < planned["weight_bytes"] < 1.1 * weights  # scales have 32 bits here, and 16 in the file
+    assert weights < planned["weight_bytes"] < 1.1 * weights  # scales have 32 bits in Penstock, and 16 in the file
 
 
 def test_parts_of_a_split_file_are_one_model(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_parts_of_a_split_file_are_one_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["rope.scaling.factor", "rope.scale_linear"])
 def test_rope_scale_without_type_is_linear(name: str, tmp_path: Path) -> None:
-    """As in llama.cpp. ``rope.scale_linear`` is the name from before November 2023."""
+    """As in llama.cpp. ``rope.scale_linear`` is the name used before November 2023."""
 
     def tokenizer(writer: GGUFWriter) -> None:
         add_tokenizer(writer, demo.CHAT)
@@ -363,7 +363,7 @@ SPLITS = {
     "bloom": [BLOOM],
     "viking": [BLOOM, r"\p{N}"],
 }
-"""Regular expressions by which llama.cpp splits texts, in their order, by pre-tokenizer."""
+"""Regular expressions with which llama.cpp splits texts, one after the other, by pre-tokenizer."""
 
 
 def split(text: str, patterns: list[str]) -> list[str]:
@@ -447,7 +447,7 @@ def test_named_chat_template_is_used_with_tools(tmp_path: Path) -> None:
 
 
 def test_im_end_marked_as_text_is_a_special_token(tmp_path: Path) -> None:
-    """Some files mark it as text, so that it would not be encoded as one token, nor end the answer."""
+    """As text, ``<|im_end|>`` would not be encoded as one token, and would not end the answer."""
 
     def tokenizer(writer: GGUFWriter) -> None:
         add_tokenizer(writer, demo.CHAT, "qwen2")
@@ -487,7 +487,7 @@ def pieces(
 
 
 def add_pieces(writer: GGUFWriter, theirs: sentencepiece.SentencePieceProcessor, model: dict[str, Any]) -> None:
-    """Write a SentencePiece model as the converter does.
+    """Write a SentencePiece model as llama.cpp's converter does.
 
     Args:
         model: the same model in the format of ``tokenizer.json``.
@@ -534,7 +534,7 @@ def test_sentencepiece_tokens_match_its_library(
 
 
 def test_long_piece_of_a_bpe_model_is_refused(tmp_path: Path) -> None:
-    """The number of merges grows with the length of pieces."""
+    """The number of merges would grow with the length of the piece."""
 
     def tokenizer(writer: GGUFWriter) -> None:
         writer.add_tokenizer_model("llama")
@@ -694,7 +694,7 @@ def test_overlapping_tensors_are_refused(tiny: bytes, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_damage_raises_one_line_error_or_none(seed: int, tiny: bytes, tmp_path: Path) -> None:
-    """Bytes of the header changed, removed or inserted, and truncated files. Little memory is allocated."""
+    """Bytes of the header are changed, removed or inserted, or the file is truncated. Little memory is allocated."""
     rng, content = random.Random(seed), bytearray(tiny)
     header = tiny.index(b"output_norm.weight") + 200
     for _ in range(rng.randint(1, 4)):
@@ -740,7 +740,7 @@ def test_hub_name_with_quantization_resolves_to_gguf_file(tmp_path: Path) -> Non
 
 
 def test_gguf_file_in_hugging_face_cache_is_used_offline(tmp_path: Path) -> None:
-    """After ``hf download org/chat chat-Q8_0.gguf``; with and without the quantization in the name."""
+    """The cache is as after ``hf download org/chat chat-Q8_0.gguf``. The name is with and without the quantization."""
     model = tmp_path / "hf" / "hub" / "models--org--chat"
     for path, content in (("refs/main", NEW.encode()), (f"snapshots/{NEW}/README.md", b"# A model")):
         (model / path).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Llama, Mistral and Qwen against transformers, on random weights, through ``LLM``; broken checkpoints."""
+"""Llama, Mistral and Qwen with random weights in ``LLM``, compared with transformers; broken checkpoints."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ PROMPTS = [draw(length, length) for length in (1, 7, 40, 100)]
 
 
 def test_logprobs_and_greedy_tokens_match_transformers(pair: tuple[LLM, PreTrainedModel]) -> None:
-    """Batched, in chunks of at most 50 tokens and blocks of 16; transformers runs one sequence at a time."""
+    """Penstock runs a batch, in chunks of at most 50 tokens and blocks of 16; transformers runs one sequence at a
+    time."""
     llm, model = pair
     params = SamplingParams(temperature=0, max_tokens=12, logprobs=5, prompt_logprobs=5, ignore_eos=True)
     for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, params, use_tqdm=False), strict=True):
@@ -96,7 +97,7 @@ def test_logprobs_and_greedy_tokens_match_transformers(pair: tuple[LLM, PreTrain
 
 @torch.inference_mode()
 def test_bfloat16_error_is_near_that_of_transformers(pair: tuple[LLM, PreTrainedModel], tmp_path: Path) -> None:
-    """Error of the prompt's log probabilities, against transformers in float32."""
+    """Compares the errors of the prompt's log probabilities, relative to transformers in float32."""
     llm, exact = pair
     exact.save_pretrained(tmp_path)
     rough = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
@@ -120,7 +121,7 @@ def test_bfloat16_error_is_near_that_of_transformers(pair: tuple[LLM, PreTrained
 
 
 def test_dynamic_rope_is_computed_at_load_for_max_model_len(tmp_path: Path) -> None:
-    """Compared at that length, as the table of transformers changes with the length of the sequence."""
+    """Sequences of that length are compared, as transformers' table changes with the length of the sequence."""
     model = save(LlamaConfig(**SMALL | {"max_position_embeddings": 64}, **rope("dynamic", factor=4.0)), tmp_path)
     llm = LLM(tmp_path, max_model_len=120, num_gpu_blocks_override=4)
     prompt = draw(0, 119)
@@ -141,7 +142,7 @@ def test_sharded_checkpoint_generates_tokens_of_transformers(tmp_path: Path) -> 
 
 
 def test_single_safetensors_file_may_have_another_name(tmp_path: Path) -> None:
-    """AutoGPTQ writes such names."""
+    """AutoGPTQ writes such files."""
     save(CONFIGS["qwen3"], tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "gptq_model-4bit-128g.safetensors")
     save_file({"x": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
