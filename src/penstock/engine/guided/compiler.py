@@ -128,7 +128,7 @@ class GrammarCompiler:
             del self._compiling[params]
 
     def _compile(self, params: GuidedDecodingParams, future: Future[Grammar], timeout: float | None) -> Grammar:
-        """Compile a constraint. If a schema in a structural tag is invalid, the error quotes the text before that schema.
+        """Compile a constraint. If a schema in a structural tag is invalid, the error quotes the text before it.
 
         Raises ``TimeoutError`` after ``timeout`` seconds (None: only the limits of the compile process apply).
         """

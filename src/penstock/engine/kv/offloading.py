@@ -60,7 +60,7 @@ class KVOffloading:
         return bool(self._pending)
 
     def store(self, blocks: Sequence[int], block_hashes: Sequence[bytes]) -> None:
-        """Store blocks of the device's prefix cache with the next step, except blocks that the host tier already has."""
+        """Store blocks of the device's prefix cache with the next step, except blocks in the host tier."""
         for block, block_hash in zip(blocks, block_hashes, strict=True):
             if not self._host.contains(block_hash):
                 self._pending[block] = block_hash

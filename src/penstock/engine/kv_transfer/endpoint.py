@@ -144,12 +144,12 @@ class Endpoint:
             self._enqueue(self._offer, transfer, exported[begin : begin + count], first_layer, last_layer)
 
     def step_submitted(self, number: int, exported: list[tuple[bytes, list[Exported]]]) -> None:
-        """Offer the layers of ``exported`` slots as the workers compute them. Call this when step ``number`` was sent to
-        the workers."""
+        """Offer the layers of ``exported`` slots as the workers compute them. Call this when step ``number`` was
+        submitted."""
         self._call(self._watch, _Step(number, exported, [0] * len(self._stages)))
 
     def step_done(self, number: int, failed: bool) -> None:
-        """Offer the remaining layers of a computed step, or release the slots of a failed step that were not offered."""
+        """Offer the remaining layers of a computed step, or release the slots of a failed step without offers."""
         self._enqueue(self._end_step, number, failed)
 
     def finish(self, transfer: bytes, num_cached: int) -> None:

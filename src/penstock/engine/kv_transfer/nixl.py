@@ -1,8 +1,8 @@
 """The NIXL transport (optional dependency ``nixl``): the decode engine reads the transfer buffer of the prefill engine
 with UCX, which uses RDMA if available.
 
-NIXL transfers only the bytes of pieces. Messages use the engines' TCP connection. A piece counts as read if its
-checksum is right, independent of NIXL's status.
+NIXL transfers only the bytes of pieces. Messages use the engines' TCP connection. A piece that NIXL reports as read is
+accepted only if its checksum is right.
 """
 
 from __future__ import annotations

@@ -404,7 +404,7 @@ class Receiver:
         self._queue = left
 
     def _request_again(self, transfer: bytes, state: _Transfer, key: Key, problem: str, now: float) -> None:
-        """Request a piece again. After ``MAX_READS`` reads, fail the transfer; ``problem`` is the message's predicate."""
+        """Request a piece again. After ``MAX_READS`` reads, fail the transfer; ``problem`` is the error's predicate."""
         wanted = state.wanted[key]
         if wanted.reads >= MAX_READS:
             self._fail(transfer, f"{self._peer} {problem}, after {MAX_READS} reads", now)
