@@ -34,8 +34,8 @@ class Sketch:
     quantized: Matrix
     """The 8-bit copy."""
     bounds: Tensor
-    """``[2, panels]`` float32: for each panel, the largest norm of an output's quantization errors, and the largest norm
-    of its quantized weights. ``native`` uses this memory."""
+    """``[2, panels]`` float32: for each panel, the largest norm of an output's quantization errors, and the largest
+    norm of its quantized weights. ``native`` uses this memory."""
     backoff: int = 0
     """Number of remaining calls that do not use the sketch."""
 
