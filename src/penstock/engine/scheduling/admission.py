@@ -150,7 +150,7 @@ class Admission:
         """
         if request.external_id in self._external_ids:
             name = request.external_id.rpartition("\0")[2]  # removes the tenant
-            message = f"{name[:200]!r} is the id of an unfinished request: send another id"
+            message = f"{name[:200]!r} already exists: an unfinished request has this id; send another id"
             raise invalid("external_id", message)
         seed = random.getrandbits(63) if request.sampling.seed is None else request.sampling.seed
         first = Sequence(request, 0, seed, self._arrivals)

@@ -188,7 +188,7 @@ def _check_supported(format: Format, dtype: torch.dtype, device: torch.device) -
         message = f"fp8 requires a GPU of compute capability 8.9 or higher, not {found}"
         raise PenstockError(Code.UNSUPPORTED, message, "quantization")
     if not _has_kernels(format):
-        raise PenstockError(Code.UNSUPPORTED, f"the CUDA kernels do not support {format}", "quantization")
+        raise PenstockError(Code.UNSUPPORTED, f"no CUDA kernels support {format}", "quantization")
 
 
 def _has_kernels(format: Format) -> bool:
