@@ -24,9 +24,9 @@ constexpr int64_t kAmxTileInputs = kAmxTileRows * Step::kInputs;
 constexpr int64_t kRowBlock = kHasAmx ? 256 : 96;  // rows of a linear layer's task
 constexpr int64_t kTaskRows = kHasAmx ? kMaxAmxRows : 24;  // query rows of an attention task
 
-// sums[rows][columns] += x[rows][inputs] * panel[inputs][columns], or = with `from_zero`, for at most kMaxAmxRows rows. Rows
-// of x are `ldx` elements apart, rows of sums `lds` elements, steps of the panel `stride` bytes. The number of columns is a
-// multiple of 16. Prefetches `ahead` with each tile step. Requires an AmxScope.
+// sums[rows][columns] += x[rows][inputs] * panel[inputs][columns], for at most kMaxAmxRows rows. With `from_zero`, the sums
+// start from zero. Rows of x are `ldx` elements apart, rows of sums `lds` elements, steps of the panel `stride` bytes. The
+// number of columns is a multiple of 16. Prefetches `ahead` with each tile step. Requires an AmxScope.
 template <class Step>
 void multiply_amx(const typename Step::X* x, int64_t ldx, int64_t rows, const void* panel, int64_t stride, int64_t columns,
                   int64_t inputs, typename UsesAmx<Step>::Sum* sums, int64_t lds, bool from_zero, Prefetch ahead = {});

@@ -326,7 +326,7 @@ PENSTOCK_NOINLINE void update_softmax(AttentionTile<K>& m, int at, float power) 
     const i32x16 position = iota() + int32_t(m.begin + p);
     return (position >= int32_t(m.rows.first_key[row])) & (position <= int32_t(m.rows.last_key[row]));
   };
-  float row_max[16], bases[16], shares[16];  // one per row
+  float row_max[16], bases[16], shares[16];  // values of each row
   store(row_max, broadcast(kNegInf));
   for (int r = 0; r < R; r++) {
     float* scores = m.rows.scores + (at + r) * kSpan;

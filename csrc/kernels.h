@@ -43,7 +43,7 @@ struct Matrix {
   const float* output_scales;  // [panels][64]; null unless group scales are int8
   const float* bias;           // [outputs]; null: absent
   const int32_t* order;        // [in]: index of the input in each column of the panels; null: unpermuted
-  int64_t in, outputs, group;  // `group`: inputs of a group
+  int64_t in, outputs, group;  // `group`: number of inputs of a group
   int64_t rotation;            // size of the Hadamard blocks (hadamard.h); 1: weights are not rotated
   bool x_in_groups;            // quantized activations have one scale per group, and there are several groups
   Format format;

@@ -18,7 +18,7 @@ namespace penstock {
 namespace PENSTOCK_ISA {
 
 #if defined(__AVX512F__)
-constexpr int kRegister = 64;  // bytes
+constexpr int kRegister = 64;  // bytes of a vector register
 #elif defined(__AVX2__)
 constexpr int kRegister = 32;
 #else

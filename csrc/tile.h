@@ -71,7 +71,7 @@ struct Bf16Inputs {
   using Sum = f32xw;
 #if defined(__AVX512BF16__)
   using In = bf16;
-  static constexpr int kParts = 1;  // parts of a pair of inputs
+  static constexpr int kParts = 1;  // number of parts of a pair of inputs
   template <int part = 0>
   static u32xw input(const bf16* x) {
     return u32xw{} + load_bits<uint32_t>(x);

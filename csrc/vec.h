@@ -180,7 +180,8 @@ inline float reduce_max(f32x16 v) {
 // without AVX-512), and for NaN.
 template <bool coarse>
 inline f32x16 exp2(f32x16 x) {
-  const f32x16 clamped = max(x, broadcast(-200.0f)), magic = broadcast(12582912.0f);  // adding it rounds to an integer
+  // adding `magic` rounds to an integer
+  const f32x16 clamped = max(x, broadcast(-200.0f)), magic = broadcast(12582912.0f);
   const f32x16 n = (clamped + magic) - magic, r = clamped - n;
   f32x16 p = broadcast(coarse ? 9.6181291076e-3f : 1.5403530393e-4f);  // coefficients log(2)^k / k!
   if (!coarse) {
@@ -201,7 +202,8 @@ inline f32x16 exp2(f32x16 x) {
 
 // e^x within 2 ulp; x is clamped to [-87.3, 87.3].
 inline f32x16 exp(f32x16 x) {
-  const f32x16 limit = broadcast(87.3f), magic = broadcast(12582912.0f);  // adding it rounds to an integer
+  // adding `magic` rounds to an integer
+  const f32x16 limit = broadcast(87.3f), magic = broadcast(12582912.0f);
   const f32x16 low = max(x, -limit), clamped = select(low < limit, low, limit);
   const f32x16 n = fma(clamped, broadcast(1.44269504088896341f), magic) - magic;
   f32x16 r = fma(n, broadcast(-0.693359375f), clamped);  // subtracts n * log(2), with log(2) in two parts

@@ -17,7 +17,7 @@ class DecodingRules(msgspec.Struct, frozen=True, array_like=True):
     suppressed_first: tuple[int, ...] = ()
     """Tokens that are not generated directly after ``forced``."""
     timestamp_begin: int = 0
-    """Token of timestamp 0.00, followed by those of later timestamps; 0: no timestamps."""
+    """Token of timestamp 0.00; the tokens of later timestamps follow it. 0: no timestamps."""
     max_initial_timestamp: int = 50
     """Largest value of the first timestamp, in steps of 0.02 seconds."""
 

@@ -13,18 +13,18 @@ from msgspec.structs import force_setattr
 class Code(StrEnum):
     """Error codes."""
 
-    INVALID = "invalid"  # a wrong value
+    INVALID = "invalid"  # a value is wrong
     UNSUPPORTED = "unsupported"  # a valid request that this build or model does not support
     TOO_LARGE = "too_large"  # the body has too many bytes
     TOO_LONG = "too_long"  # the prompt has more tokens (value) than the context holds (limit)
     UNAUTHORIZED = "unauthorized"  # the API key is missing or wrong
-    NOT_FOUND = "not_found"  # no model, adapter or request of that name
+    NOT_FOUND = "not_found"  # no model, adapter or request has this name
     NOT_ALLOWED = "not_allowed"  # the path exists, but not for this HTTP method
     OVERLOADED = "overloaded"  # the queue is full; a later attempt may succeed
     TIMEOUT = "timeout"  # the deadline has passed
-    CANCELLED = "cancelled"  # by the client, or because it disconnected
+    CANCELLED = "cancelled"  # the client cancelled the request, or disconnected
     UNAVAILABLE = "unavailable"  # the engine is starting, stopping or was restarted
-    INTERNAL = "internal"  # a bug
+    INTERNAL = "internal"  # a bug of the server
 
 
 RETRYABLE = frozenset((Code.OVERLOADED, Code.UNAVAILABLE))

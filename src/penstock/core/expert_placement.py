@@ -1,8 +1,8 @@
 """Placement of experts on expert-parallel ranks: contiguous, or planned from the experts' load.
 
 The plan is that of DeepSeek's EPLB (DeepSeek-AI, 2025) for one group of ranks: the experts with the most tokens per
-replica get another replica; then replicas are assigned to the least loaded ranks, the heaviest first. The terms are
-those of expert parallel load balancing in vLLM: a redundant expert is an additional replica; balancedness is the mean
+replica get another replica; then replicas are assigned to the least loaded ranks, the heaviest first. Terms are used
+as in vLLM's expert parallel load balancing: a redundant expert is an additional replica; balancedness is the mean
 load over the maximum.
 """
 
@@ -32,7 +32,7 @@ class ExpertPlacement(msgspec.Struct, kw_only=True):
 
 
 class ExpertLoadReport(msgspec.Struct, kw_only=True):
-    """Number of tokens routed to each expert."""
+    """Report of ``/expert_load``: number of tokens routed to each expert."""
 
     num_experts: int
     layers: dict[int, list[int]]

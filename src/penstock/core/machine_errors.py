@@ -7,7 +7,7 @@ import traceback
 
 from .errors import Code, Failure
 
-REASONS = {  # by errno
+REASONS = {  # descriptions by errno
     errno.ENOSPC: "a disk is full",
     errno.EDQUOT: "a disk quota is used up",
     errno.EFBIG: "a file would exceed the file size limit (ulimit -f)",

@@ -15,7 +15,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # a stop token, or a stop string (matched in the frontend)
     LENGTH = "length"  # max_tokens reached, or the context is full
     CANCELLED = "cancelled"  # aborted by the client
-    ERROR = "error"  # see TokenDelta.failure
+    ERROR = "error"  # an error ended the sequence (TokenDelta.failure)
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True, gc=False):

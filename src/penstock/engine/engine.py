@@ -95,7 +95,8 @@ class Engine:
         """Plan and time of submission (``time.perf_counter``) of each step in flight, the oldest first."""
         self._collected = 0.0
         """Time at which the last step was collected, ``time.perf_counter``."""
-        self._failed_steps = 0  # consecutive
+        self._failed_steps = 0
+        """Number of consecutive failed steps."""
         self.failure: Failure | None = None
         """Cause of the engine's failure, after which it accepts no requests; None while it works."""
         self.steps = 0
@@ -354,7 +355,7 @@ class Engine:
             if not self._in_flight:
                 self._executor.wait(self._expert_load_answer)
             self._executor.poll()
-        except WorkerLostError:  # handled by ``gpu_memory`` or ``step``
+        except WorkerLostError:  # ``gpu_memory`` or ``step`` handles the loss
             return self._expert_load
         if self._expert_load_answer.done():
             self._expert_load, self._expert_load_answer = self._expert_load_answer.result(), None
@@ -476,7 +477,7 @@ class Engine:
             self.kv_connector.exports.after_step(plan, failed=True)
         deltas = self.scheduler.fail(plan, STEP_FAILED)
         if not isinstance(error, Exception):
-            raise error  # KeyboardInterrupt or SystemExit
+            raise error  # a KeyboardInterrupt or SystemExit
         logger.error("a step of %d tokens failed", plan.tokens, exc_info=error)
         self._failed_steps += 1
         try:

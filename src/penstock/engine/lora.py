@@ -55,8 +55,10 @@ class LoRAManager:
         self._executor = executor
         self._max_loras = max_loras
         self._keys_in_use = scheduler.adapters
-        self._loaded: dict[str, LoadedAdapter] = {}  # by name
-        self._loading: dict[str, PendingLoad] = {}  # by name
+        self._loaded: dict[str, LoadedAdapter] = {}
+        """Loaded adapters by name."""
+        self._loading: dict[str, PendingLoad] = {}
+        """Unfinished loads by adapter name."""
         self._unloading: list[LoadedAdapter] = []
         """Unloaded adapters that unfinished requests still use."""
         self._cancelled_loads: list[PendingLoad] = []

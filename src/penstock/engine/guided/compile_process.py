@@ -106,7 +106,7 @@ def _end_on_close(connection: socket.socket) -> None:
     fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(connection, fcntl.F_SETFL, os.O_ASYNC)
     with contextlib.suppress(BlockingIOError):
-        if not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):  # already closed
+        if not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):  # the connection is already closed
             os._exit(1)
 
 

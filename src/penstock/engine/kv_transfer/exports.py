@@ -139,7 +139,7 @@ class KVExports:
                 request_id=export.request_id,
                 prompt=event.tokens,
                 sampling=SamplingParams(max_tokens=1),
-                pooling=PoolingParams(),  # ends when the prompt is computed
+                pooling=PoolingParams(),  # the request ends when its prompt is computed
                 adapter=event.adapter,
                 cache_salt=event.cache_salt,
                 priority=event.priority,
@@ -220,7 +220,8 @@ class KVExports:
         """Export computed tokens that steps have not exported, while the buffer has free slots. Raises
         ``WorkerLostError``."""
         for export in self._exports.values():
-            if export.open and export.sequence and export.sequence.state is not State.RUNNING:  # preempted
+            if export.open and export.sequence and export.sequence.state is not State.RUNNING:
+                # the sequence was preempted
                 self._release_open_slot(export)
         for export in list(self._exports.values()):
             computed = export.num_computed

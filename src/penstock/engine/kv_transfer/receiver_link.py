@@ -123,7 +123,7 @@ class ReceiverLink:
                 connection = Connection(link.socket)
         except SecretError as error:
             return self._refuse(f"{self._name} {error}")
-        except OSError as error:  # includes TimeoutError
+        except OSError as error:  # a TimeoutError is an OSError
             return self._refuse(f"{self._name} cannot be reached: {error.strerror or str(error) or 'no answer'}")
         tasks: list[asyncio.Task[Any]] = []
         try:

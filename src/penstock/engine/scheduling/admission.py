@@ -64,7 +64,7 @@ class Admission:
         """First sequences of accepted requests that are not queued yet, each with the futures for which it waits."""
         self._options, self._device_pool, self._kv = state.options, state.device_pool, state.kv
         self._running, self._waiting = state.running, state.waiting
-        self._external_ids: set[str] = set()  # those of unfinished requests
+        self._external_ids: set[str] = set()  # ids of unfinished requests
         self._deadlines: list[tuple[float, int, str]] = []
         """Deadline, order of arrival and id of each request with a deadline; sorted."""
         self._queue_timeouts: dict[Sequence, None] = {}
