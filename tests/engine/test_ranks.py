@@ -476,7 +476,7 @@ def test_invalid_parallel_options_are_refused(checkpoint: Path, tmp_path: Path) 
         assert first in os.sched_getaffinity(0)
         with pytest.raises(PenstockError, match=message):
             bind_replica(f"{first}|{cores}", 1, 2, 1)
-    with pytest.raises(PenstockError, match="has cores for 1 ranks, but there are 2"):
+    with pytest.raises(PenstockError, match="has cores for 1 ranks, but this host has 2 ranks"):
         LLM(checkpoint, tensor_parallel_size=2, cpu_binding="0-1", **OPTIONS)
 
 
