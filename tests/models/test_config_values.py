@@ -78,7 +78,7 @@ def test_moe_layer_freq_may_list_all_layers(tmp_path: Path) -> None:
     assert model_size_of(read_config_json(tmp_path)) == size
     check(tmp_path, model)
     write(tmp_path, moe_layer_freq=[0, 1])
-    with pytest.raises(PenstockError, match="moe_layer_freq has 2 entries for 3 layers"):
+    with pytest.raises(PenstockError, match="moe_layer_freq has 2 entries; it must have one for each of 3 layers"):
         read_config(tmp_path)
 
 

@@ -116,7 +116,9 @@ def test_fp8_checkpoint_of_model_optimizer_matches_transformers(in_config: bool,
         logprobs = model.float()(torch.tensor([prompt])).logits[0].log_softmax(-1)
     torch.testing.assert_close(torch.tensor(found), logprobs[range(len(prompt) - 1), prompt[1:]], atol=1e-3, rtol=0)
     describe(quant_algo="NVFP4")
-    with pytest.raises(PenstockError, match=r"quant_algo 'NVFP4' of Model Optimizer is not supported; FP8 is"):
+    with pytest.raises(
+        PenstockError, match=r"quant_algo 'NVFP4' of Model Optimizer is not supported; use an FP8 checkpoint"
+    ):
         read_config(tmp_path)
 
 

@@ -179,7 +179,7 @@ def test_unsupported_option_is_refused_before_reading_weights(tmp_path: Path) ->
     ("name", "value", "message"),
     [
         ("hidden_size", 65, "hidden_size|divisible"),
-        ("hidden_size", "x", "hidden_size is 'x', and has to be a whole number"),
+        ("hidden_size", "x", "hidden_size is 'x'; it must be a whole number"),
         ("intermediate_size", 97, "in another shape"),
         ("num_hidden_layers", 4, "lacks model.layers.3"),
         ("quantization_config", {"quant_method": "gptq", "bits": 4}, "needs unquantized weights"),

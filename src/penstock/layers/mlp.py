@@ -26,7 +26,7 @@ class GatedMLP:
     Args:
         name: module in the checkpoint with ``gate_proj``, ``up_proj`` and ``down_proj``.
         bias: ``gate_proj`` and ``up_proj`` have a bias.
-        down_bias: ``down_proj`` has a bias; None: as ``bias``.
+        down_bias: ``down_proj`` has a bias; None: same as ``bias``.
         activation: a key of ``ops.activations.ACTIVATIONS``.
     """
 

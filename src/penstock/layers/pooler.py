@@ -38,7 +38,7 @@ def dense(
     """A linear layer of the checkpoint, followed by an activation function.
 
     Args:
-        function: a key of ``ops.activations.ACTIVATIONS``; empty: none.
+        function: a key of ``ops.activations.ACTIVATIONS``; empty: no activation function.
     """
 
     def read(part: str, *shape: int) -> Tensor:
