@@ -128,7 +128,7 @@ def test_lora_and_quantize_refuse_padded_heads(tmp_path: Path) -> None:
     save(LlamaConfig(**SMALL, head_dim=24), tmp_path / "model")
     with pytest.raises(PenstockError, match="LoRA adapters of a model with head_dim 24; multiples of 16"):
         LLM(tmp_path / "model", enable_lora=True, **OPTIONS)
-    with pytest.raises(PenstockError, match="has head_dim 24; only multiples of 16 can be quantized"):
+    with pytest.raises(PenstockError, match="has head_dim 24, which must be a multiple of 16"):
         quantize(tmp_path / "model", tmp_path / "new", QuantizeOptions("wint4"))
 
 

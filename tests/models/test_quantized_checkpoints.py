@@ -331,7 +331,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (ct_config("pack-quantized", {}) | {"config_groups": {}}, "no group with a weights scheme"),
     ({"quant_method": "fp8", "activation_scheme": "per_head"}, "activation_scheme 'per_head'"),
     ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
-    ({"quant_method": "fp8", "weight_block_size": [128, -1]}, "-1, not an integer from 1"),
+    ({"quant_method": "fp8", "weight_block_size": [128, -1]}, "-1; it must be an integer from 1"),
     ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "af4"}, "bitsandbytes in 'af4'"),
     ({"quant_method": "bitsandbytes"}, "must set exactly one of load_in_4bit"),
 ]

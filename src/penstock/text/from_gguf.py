@@ -187,9 +187,7 @@ class GGUFTokenizer:
         name = self._file.get(f"{PREFIX}pre", str)
         if name is None:
             name = BY_ARCHITECTURE.get(self._file.get("general.architecture", str, ""), "default")
-            message = (
-                "%s does not name its pre-tokenizer (%spre); using %s. If texts look wrong, convert the model again"
-            )
+            message = "%s does not name its pre-tokenizer (%spre); using %s. Convert it again if texts look wrong"
             logger.warning(message, self._file.path, PREFIX, name)
         if name not in PRE_TOKENIZERS:
             raise self._unsupported(f"pre-tokenizer {name!r}; supported: {', '.join(PRE_TOKENIZERS)}")
@@ -248,9 +246,7 @@ class GGUFTokenizer:
         if Kind.UNKNOWN not in self._kinds and 0 <= unknown < len(self._tokens):
             self._kinds[unknown] = Kind.UNKNOWN  # Gemma's files mark it as a control token
         if Kind.UNKNOWN not in self._kinds:
-            message = (
-                f"{self._file.path} has no unknown token (token_type {Kind.UNKNOWN}), which SentencePiece requires"
-            )
+            message = f"{self._file.path} has no unknown token (token_type {Kind.UNKNOWN}), required by SentencePiece"
             raise invalid("tokenizer", message)
         pieces = [  # user-defined tokens in GGUF have plain spaces
             Piece(text.replace(" ", SPACE) if kind is Kind.USER_DEFINED else text, score, kind)
