@@ -236,7 +236,7 @@ def replace_shard_by_fifo(folder: Path) -> None:
     os.mkfifo(folder / "rank_0" / "weights-00000.packed")
 
 
-REBUILD_HINT = r": run the same penstock build again \(the checkpoint was /.*\)$"
+REBUILD_HINT = r": run the same penstock build again \(from the checkpoint /.*\)$"
 DAMAGES = {
     "cut": (edit_shard(lambda data: data[:-100]), r"cannot be used .it has \d+ bytes instead of \d+." + REBUILD_HINT),
     "cut in its header": (edit_shard(lambda data: data[:50]), "cannot be used .its header is damaged." + REBUILD_HINT),
@@ -280,7 +280,7 @@ DAMAGES = {
     ),
     "other weights": (
         edit_config(lambda built: built.update(weights_version="x")),
-        "is of another build than" + ".*" + REBUILD_HINT,
+        "are from different builds" + ".*" + REBUILD_HINT,
     ),
     "other layers": (edit_config(lambda built: built.update(layers=[2])), "stages with 2 layers"),
     "size of zero": (
@@ -353,16 +353,16 @@ def test_second_build_in_same_folder_replaces_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--output-dir OTHER", "output_dir: OTHER holds notes.txt already; name a folder that is empty or new"),
+        ("--output-dir OTHER", "output_dir: OTHER already has notes.txt: name an empty or new folder"),
         (
             "--output-dir CHECKPOINT --model CHECKPOINT",
-            "output_dir: CHECKPOINT is the model's own folder; name another",
+            "output_dir: CHECKPOINT is the folder of the model: name another",
         ),
         ("--output-dir NOTES", "output_dir: NOTES cannot be written: File exists"),
         ("--output-dir NEW --model ENGINE", "model: ENGINE is an engine folder already: name the checkpoint"),
         ("--output-dir NEW --tensor-parallel-size 7", "--tensor-parallel-size: "),
         ("--output-dir NEW --pipeline-parallel-size 32", "--pipeline-parallel-size: is 32, more than"),
-        ("--output-dir NEW --max-model-len 999999", "--max-model-len: is 999999, and this model has a context of"),
+        ("--output-dir NEW --max-model-len 999999", "--max-model-len: is 999999; this model has a context of"),
         ("--output-dir NEW --workers 0", "workers: must be at least 1, is 0"),
         ("--output-dir NEW --max-shard-size 5XB", "'5XB' is not a size such as 5GB or 500MB"),
     ],

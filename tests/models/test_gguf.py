@@ -644,7 +644,7 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     ),
     "another shape": (
         replaced(entry("blk.0.ffn_down.weight", 96, 64), entry("blk.0.ffn_down.weight", 192, 32)),
-        "has shape (32, 192), config.json wants (64, 96)",
+        "has shape (32, 192); config.json requires (64, 96)",
     ),
     "a type that is not read": (
         replaced(entry("output_norm.weight", 64) + u32(0), entry("output_norm.weight", 64) + u32(16)),

@@ -217,7 +217,7 @@ def break_checkpoint(folder: Path, how: str) -> None:
     [
         ("unknown architecture", "Qwen9ForCausalLM is not supported; supported are"),
         ("missing tensor", r"no tensor model\.layers\.3"),
-        ("wrong shape", r"shape \(96, 64\), config.json wants \(97, 64\)"),
+        ("wrong shape", r"shape \(96, 64\); config.json requires \(97, 64\)"),
         ("truncated", "is damaged"),
         ("only pickles", r"pytorch_model\.bin is damaged, or a pickle from before"),
         ("other pickles", r"only as pickles \(model\.pt\).*not loaded. Convert them"),
@@ -244,7 +244,7 @@ def break_checkpoint(folder: Path, how: str) -> None:
         ("broken index", r"index\.json is damaged"),
         ("index without files", r"index\.json is damaged"),
         ("index of numbers", r"index\.json is damaged"),
-        ("index of files elsewhere", r"names '\.\./model\.safetensors', which is not a file in the same folder"),
+        ("index of files elsewhere", r"names '\.\./model\.safetensors'; it must name a file in the same folder"),
         ("broken defaults", r"generation_config\.json is not a JSON object"),
         ("odd ends", r"generation_config\.json: eos_token_id is \[\[1\]\]; it must be"),
         ("odd special token", r"tokenizer_config\.json is not JSON"),

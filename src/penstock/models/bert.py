@@ -24,7 +24,7 @@ def build_encoder(
     mlp: Callable[[str], MLPLayer],
     rope: Tensor | None = None,
 ) -> Encoder:
-    """Build BERT, or an encoder that differs from it in the arguments.
+    """Build BERT, or an encoder that differs from BERT in norms, MLP or positions.
 
     Args:
         norms: names of the norms after a layer's attention and after its MLP.

@@ -1,4 +1,4 @@
-"""Heads for multi-token prediction (MTP; DeepSeek-AI, 2024): decoder layers that predict the token after the next."""
+"""Heads for multi-token prediction (MTP; DeepSeek-AI, 2024): decoder layers that predict a token beyond the next."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class DecoderMTPHead:
     """A ``DraftHead`` with a decoder layer.
 
     Args:
-        make_layer: makes the decoder layer with an index.
+        make_layer: builds a decoder layer from its index.
         number: index of the layer in the checkpoint.
-        model: model whose embedding and language model head it shares.
+        model: model; the head uses its embedding and language model head.
     """
 
     recurrent = True

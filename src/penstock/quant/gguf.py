@@ -133,8 +133,8 @@ def _iq4_xs(blocks: Tensor) -> Blocks:
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and offsets of Q4_K and Q5_K. The 12 bytes after the block's two float16 factors have eight scales and eight
-    minima, 6 bits each."""
+    """Scales and offsets of Q4_K and Q5_K. The 12 bytes after the two float16 factors of a block have eight scales and
+    eight minima, 6 bits each."""
     scales, minima, rest = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     scales = torch.cat((scales & 63, rest & 15 | scales >> 2 & 48), -1)
     minima = torch.cat((minima & 63, rest >> 4 | minima >> 2 & 48), -1)
