@@ -32,7 +32,7 @@ def can_scale(config: ModelConfig) -> bool:
 
 @dataclass(frozen=True)
 class Producer:
-    """The module whose outputs are the inputs of some matrices.
+    """The module that computes the shared input of one or more matrices.
 
     With grouped-query attention, each output of the value projection is the input for several query heads.
     """

@@ -101,7 +101,7 @@ def _round_in_order(weight: Tensor, upper: Tensor, group_size: int, bits: int) -
 
     Args:
         weight: ``[in, out]`` float32; the tensor is overwritten.
-        upper: see ``Factor.upper``.
+        upper: Cholesky factor of the inverse Hessian (``Factor.upper``).
     """
     limits, importance = integer_range(bits), upper.diagonal() ** -2
     values, scales = torch.empty_like(weight), []

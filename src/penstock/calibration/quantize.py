@@ -48,7 +48,8 @@ logger = logging.getLogger(__name__)
 AT_LOAD = ": use --quantization, which quantizes at load"
 """Advice for models that ``penstock quantize`` does not support."""
 CALIBRATION, ORIGINAL, QUANTIZED = "calibration", "original", "quantized"
-"""Streams of hidden states: calibration samples, and evaluation samples in the original and in the quantized model."""
+"""Names of streams of hidden states: calibration samples, evaluation samples of the original model, evaluation samples
+of the quantized model."""
 
 
 def quantize(
@@ -108,7 +109,7 @@ def _check_model(config: ModelConfig, model: Path, options: QuantizeOptions) -> 
     fused = "have fused matrices, or tensor names other than Llama's"
     for is_unsupported, message in (
         (config.has_vision, f"{model} has image input, which penstock quantize does not support{AT_LOAD}"),
-        (config.speech, f"{model} has audio input, which penstock quantize does not support{AT_LOAD}"),
+        (config.speech, f"{model} has audio input, which penstock quantize does not support"),
         (head_dim, f"{model} has head_dim {head_dim}, which must be a multiple of {PADDED_TO}{AT_LOAD}"),
         (find_family(family).find_stored, f"checkpoints of {family} {fused}{AT_LOAD}"),
         (config.latent, f"{family} has multi-head latent attention, which cannot be calibrated{AT_LOAD}"),

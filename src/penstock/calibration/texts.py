@@ -43,7 +43,7 @@ def read_samples(dataset: str | Sequence[str], tokenizer: Tokenizer, count: int,
 
     Args:
         dataset: a file of JSON lines (``.jsonl``), a JSON array (``.json``), Parquet (``.parquet``) or text; a folder
-            of such files; a sequence of texts; or empty for the built-in texts.
+            of files in these formats; a sequence of texts; or empty for the built-in texts.
         count: maximum number of samples.
         tokens: number of tokens per sample.
 

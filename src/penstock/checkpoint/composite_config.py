@@ -69,7 +69,7 @@ def _vision(given: Mapping[str, Any] | None, known: ConfigClass) -> dict[str, An
 
 
 TOP_LEVEL_TIE_ONLY = ("qwen3_vl", "qwen3_vl_moe")
-"""Models whose class in transformers ignores ``tie_word_embeddings`` of ``text_config``."""
+"""``model_type`` of models for which transformers ignores ``tie_word_embeddings`` of ``text_config``."""
 
 
 def _tied(config: Mapping[str, Any], text: Mapping[str, Any], known: ConfigClass) -> bool:

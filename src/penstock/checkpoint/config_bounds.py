@@ -22,7 +22,7 @@ class Bound(NamedTuple):
         if isinstance(value, list) and self.many:
             return all(each is None or self._replace(many=False).allows(each) for each in value)
         kinds = (int,) if self.whole else (int, float)
-        return type(value) in kinds and self.least <= value <= self.most  # false for NaN
+        return type(value) in kinds and self.least <= value <= self.most  # NaN fails both comparisons
 
     def __str__(self) -> str:
         if self.whole:

@@ -78,7 +78,7 @@ def _with_stored(config: dict[str, Any], given: Mapping[str, Any], folder: Path)
 
 
 def _quantization_of_side_file(folder: Path) -> dict[str, Any]:
-    """``quantization_config`` from the first file that describes the quantization; empty if there is no such file."""
+    """``quantization_config`` from the first file that describes the quantization; empty without such a file."""
     for name in QUANTIZATION_FILES:
         if not (folder / name).is_file():
             continue

@@ -361,7 +361,7 @@ def _llama4(metadata: Metadata) -> Fields:
     """Fields of Llama 4. Values that files leave out are those of Llama 4 Scout and Maverick."""
     experts = metadata.size("expert_count")
     if metadata.size("expert_used_count") != 1:
-        raise metadata.unsupported("several experts per token")
+        raise metadata.unsupported(f"{metadata.size('expert_used_count')} experts per token (only 1 is supported)")
     full = range(3, metadata.layers, 4)
     return {
         "num_local_experts": experts,

@@ -140,9 +140,9 @@ class _Reader:
         if head_dim < 2 or head_dim % 2:
             raise metadata.unsupported(f"heads of size {head_dim}")
         if metadata.size("attention.value_length", head_dim) != head_dim:
-            raise metadata.unsupported("values of a different length than keys")
+            raise metadata.unsupported(f"values of another length than keys ({head_dim})")
         if rotary_dim != head_dim and not architecture.partial_rotary:
-            raise metadata.unsupported("rotary embedding of a part of each head")
+            raise metadata.unsupported(f"rotary embedding of {rotary_dim} of {head_dim} dimensions per head")
         if rotary_dim > head_dim or rotary_dim % 2:
             message = f"rope.dimension_count is {rotary_dim}; it must be even and at most the head size, {head_dim}"
             raise invalid("model", f"{metadata.file.path}: {message}")
@@ -170,7 +170,7 @@ class _Reader:
         return {**fields, "layer_types": kinds}
 
     def _rope(self, extra: Mapping[str, Any], rotary_dim: int, head_dim: int) -> dict[str, Any]:
-        """``rope_parameters``; with ``local_rope`` a dictionary of them by layer type.
+        """``rope_parameters`` of ``config.json``; with ``local_rope``, a dictionary: layer type → ``rope_parameters``.
 
         Args:
             extra: additional fields (``Architecture.rope``).

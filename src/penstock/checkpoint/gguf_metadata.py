@@ -25,7 +25,7 @@ def tensors_of(files: list[GGUFFile]) -> dict[str, GGUFTensor]:
         if double := tensors.keys() & file.tensors.keys():
             raise invalid("model", f"{file.path} has tensor {min(double)!r}, but an earlier part also has it")
         tensors |= file.tensors
-    if (count := max(files[0].get("split.count", int, 1), 1)) != len(files):  # 0 after gguf-split --merge
+    if (count := max(files[0].get("split.count", int, 1), 1)) != len(files):  # gguf-split --merge writes 0
         message = f"{files[0].path} is one of {count} parts of a model, but {len(files)} were found"
         raise invalid("model", f"{message}: name the files as llama.cpp does, -00001-of-{count:05}.gguf")
     return tensors

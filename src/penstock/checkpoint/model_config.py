@@ -36,7 +36,7 @@ DTYPES |= {"float": "float32", "half": "float16", "double": "float64"}
 ConfigJson = Mapping[str, Any]
 """``config.json`` as completed by ``read_config_json``."""
 MAX_COUNT = 2**24
-"""Upper bound of layers, heads, vocabulary and vector sizes, above those of any model."""
+"""Maximum number of layers, heads, tokens in the vocabulary, and elements of a vector; no known model has more."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class ModelConfig:
         """Number of rotated elements per head."""
         if self.latent:
             return self.latent.qk_rope_head_dim
-        if self.rope_parameters["rope_type"] == "proportional":  # its frequencies cover the whole head
+        if self.rope_parameters["rope_type"] == "proportional":  # this type has frequencies for the whole head
             return self.checkpoint_head_dim
         return int(self.checkpoint_head_dim * self.options.partial_rotary_factor)
 

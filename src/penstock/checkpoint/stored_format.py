@@ -68,7 +68,8 @@ def quantization_of(config: Mapping[str, Any]) -> str | None:
 
 def quantization_config_of(config: Mapping[str, Any]) -> Any:
     """``quantization_config`` of ``config.json``, in any spelling; None or empty without quantization."""
-    found = config.get("quantization_config") or config.get("compression_config")  # early compressed-tensors
+    # Early versions of compressed-tensors write ``compression_config``, or nest ``quantization_config``.
+    found = config.get("quantization_config") or config.get("compression_config")
     if isinstance(found, Mapping) and isinstance(inner := found.get("quantization_config"), Mapping):
-        return {**inner, "sparsity_config": found.get("sparsity_config")}  # also early compressed-tensors
+        return {**inner, "sparsity_config": found.get("sparsity_config")}
     return found

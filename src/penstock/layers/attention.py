@@ -82,7 +82,7 @@ class Attention:
         qk_norm_layers: norms of queries and keys that are not fused.
         rope_interleaved: rotate adjacent dimensions (GPT-J) instead of the two halves of a head (GPT-NeoX).
         scale: softmax scale; None: ``head_dim ** -0.5``.
-        softcap: see ``AttentionOptions``.
+        softcap: soft cap of the attention scores, ``cap * tanh(score / cap)``; 0: off.
         sinks: sink logits of this rank's heads, ``[heads]`` float32; None: no sinks.
         input_size: size of the input of ``q_proj``, ``k_proj`` and ``v_proj``; None: ``hidden_size``.
     """

@@ -157,7 +157,7 @@ class BuildContext(BuildOptions):
         return tensor
 
     def experts_of_ranks(self, layer: int, num_experts: int) -> Ranks:
-        """The experts of a layer on each rank, with ``expert_parallel``."""
+        """Experts of a layer by rank for ``expert_parallel``: ``expert_placement``, else ``even_placement``."""
         placed = self.expert_placement.get(layer)
         return placed or even_placement(num_experts, self.group.size, self.num_redundant_experts)
 
@@ -321,7 +321,7 @@ class BuildContext(BuildOptions):
             try:
                 return PackedMatrix(self.ops, self.ops.from_packed(cached, inputs, outputs, self.dtype, bias, format))
             except PenstockError as error:
-                logger.warning("packing %s again: %s", key, error)
+                logger.warning("the packed weights of %s cannot be used (%s); packing them again", key, error)
         matrices: list[Tensor] = []
         if as_stored:
             if names[1:] and self._is_packed:  # the engine folder has them packed separately: they cannot be merged
@@ -339,7 +339,7 @@ class BuildContext(BuildOptions):
         tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
         if self.output and tensors:
             self.output.add(key, tensors)
-        elif self.output:  # this backend does not pack matrices
+        elif self.output:  # a backend that does not pack matrices
             for name, matrix in zip(names, matrices, strict=True):
                 self.output.add_tensor(f"{name}.weight", matrix.cpu())
         elif cache:

@@ -20,9 +20,9 @@ NORM_EPS = 1e-6
 
 class LatentAttention:
     """An ``AttentionLayer``: multi-head latent attention (DeepSeek-AI, 2024) with absorbed projections. The up
-    projection of keys is applied to the queries, and that of values to the attention output. Heads attend to the latent
-    vectors; keys and values are never computed. Prefill and decode use the same computation, so a token's bits do not
-    depend on the number of tokens computed with it.
+    projection of keys is applied to the queries; the up projection of values to the attention output. Heads attend to
+    the latent vectors; keys and values are never computed. Prefill and decode use the same computation, so a token's
+    bits do not depend on the number of tokens computed with it.
 
     Heads are split among ranks; each rank computes and caches the latent vectors of all tokens.
 

@@ -66,7 +66,7 @@ class ExpertLoRA:
         Args:
             out: ``[tokens, top_k, out]``.
             x: ``[tokens, in]``, or ``[tokens, top_k, in]``.
-            row_slots: see ``LoRALayer``.
+            row_slots: ``[tokens]`` int32: slot of each row; -1: no adapter.
             ids: ``[tokens, top_k]``: experts of each token.
         """
         expert_slots = torch.where(row_slots[:, None] < 0, -1, row_slots[:, None] * self._num_experts + ids)

@@ -28,11 +28,11 @@ class MixtureOfExperts:
     Args:
         name: MLP module in the checkpoint.
         intermediate_size: intermediate size of an expert.
-        activation: activation of experts, see ``reference.activation_and_mul``.
+        activation: activation of experts: a key of ``ops.activations.ACTIVATIONS`` or ``GATES``.
         bias: projections of experts have biases.
         router: name of the router's matrix, relative to ``name``.
         router_matrix_bias: the router's matrix has a bias.
-        router_bias: ``[experts]`` float32, see ``reference.select_experts``.
+        router_bias: ``[experts]`` float32, added to the scores to choose experts, but not to their weights.
         router_float32: compute the router's logits in float32, whatever the dtype of the model.
         projections: names of an expert's gate, up and down projections.
         layer: index of the layer in ``context.expert_load``.

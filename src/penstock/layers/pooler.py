@@ -26,7 +26,7 @@ class PoolerHead:
 
     @torch.inference_mode()
     def __call__(self, pooled: Tensor) -> Tensor:
-        """``[rows, hidden]`` float32 to ``[rows, outputs]`` float32."""
+        """Apply the layers to pooled states, ``[rows, hidden]`` float32 to ``[rows, outputs]`` float32."""
         for layer in self._layers:
             pooled = layer(pooled)
         return pooled

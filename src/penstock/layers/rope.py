@@ -59,7 +59,7 @@ def _dynamic(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int
 
 
 def _llama3(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int) -> tuple[Tensor, float]:
-    """Low frequencies divided by a factor, high ones kept, those between interpolated (Llama 3.1)."""
+    """Low frequencies divided by a factor, high frequencies unchanged, with interpolation between (Llama 3.1)."""
     frequencies, factor = _frequencies(dim, parameters["rope_theta"]), parameters["factor"]
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
     turns = parameters["original_max_position_embeddings"] * frequencies / (2 * math.pi)
@@ -109,7 +109,7 @@ def _longrope(dim: int, max_len: int, parameters: Mapping[str, Any], trained: in
 
 
 def _proportional(dim: int, max_len: int, parameters: Mapping[str, Any], trained: int) -> tuple[Tensor, float]:
-    """Frequencies of which the first ``partial_rotary_factor`` (a fraction) rotate; the remaining ones are 0."""
+    """Frequencies of the leading fraction ``partial_rotary_factor`` of the dimensions; all later frequencies are 0."""
     rotated = int(parameters.get("partial_rotary_factor", 1.0) * dim // 2)
     frequencies = _frequencies(dim, parameters["rope_theta"])
     frequencies[rotated:] = 0.0

@@ -61,7 +61,7 @@ class PatchEmbed:
         self._matrix = PackedMatrix(context.ops, context.ops.pack([weight], biases))
 
     def __call__(self, patches: Tensor) -> Tensor:
-        """``[patches, prod(patch)]`` to ``[patches, outputs]``."""
+        """Embed ``[patches, prod(patch)]`` to ``[patches, outputs]``."""
         return self._matrix.linear(patches)
 
 
@@ -174,7 +174,7 @@ class VisionMLP:
         self._activation = activation
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``[rows, inputs]`` to ``[rows, outputs]``."""
+        """Compute the MLP, ``[rows, inputs]`` to ``[rows, outputs]``."""
         return self._fc2(self._activation(self._fc1(x)))
 
 
@@ -199,7 +199,8 @@ class VisionBlock:
         self._scales = scales
 
     def __call__(self, x: Tensor, rope: Tensor | None, segments: Sequence[int]) -> Tensor:
-        """``[patches, size]`` to ``[patches, size]``; other arguments: see ``VisionAttention``."""
+        """Compute the block, ``[patches, size]`` to ``[patches, size]``. ``rope`` and ``segments`` are arguments of
+        ``VisionAttention``."""
         x = x + self._scaled(self._attention(self._norms[0](x), rope, segments), 0)
         return x + self._scaled(self._mlp(self._norms[1](x)), 1)
 

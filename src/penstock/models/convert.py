@@ -65,7 +65,7 @@ class Source(Protocol):
 
 
 class CheckpointSource:
-    """The tensors of a checkpoint, including those of quantized matrices, as stored; a ``Source``."""
+    """A ``Source``: all tensors of a checkpoint as stored, including the tensors of quantized matrices."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint

@@ -41,7 +41,7 @@ class EagleConfig:
 
 
 def read_eagle_config(raw: Mapping[str, Any], method: str, num_layers: int) -> EagleConfig:
-    """Read the ``config.json`` of an EAGLE head, in the published format or that of ``speculators``.
+    """Read the ``config.json`` of an EAGLE head, in the published format or the format of ``speculators``.
 
     Args:
         method: ``eagle`` or ``eagle3``.

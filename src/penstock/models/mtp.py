@@ -56,7 +56,7 @@ class DecoderMTPHead:
         if self._expert_load:
             self._expert_load.num_tokens = batch.attention.query_start_loc[-1:]
         token = self._token_norm(self._model.embed(batch.token_ids))
-        x = self._ops.clone(self._projection(torch.cat((token, self._state_norm(states)), -1)))  # layers modify it
+        x = self._ops.clone(self._projection(torch.cat((token, self._state_norm(states)), -1)))  # layers modify ``x``
         x, residual = self._layer(x, None, cache, batch)
         return self._ops.add_residual(x, residual)[batch.logits_indices]
 

@@ -73,7 +73,7 @@ _REGISTERED: dict[str, Family] = {}
 
 @cache
 def _installed() -> dict[str, Family]:
-    """Families by architecture: those in ``models/families/``, and those of other packages, which take precedence."""
+    """Families by architecture, from ``models/families/`` and from other packages, which take precedence."""
     from importlib.metadata import entry_points  # this import takes 20 ms; not all processes need families
 
     package, found = import_module("penstock.models.families"), []

@@ -15,16 +15,15 @@ from torch import Tensor
 
 from .group import CombineFn, ComputeFn, Group, Shard, SingleRank, shard_outputs
 
-all_gather_single = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)  # its name before PyTorch 2.13
+# PyTorch before 2.13 names this function ``all_gather_into_tensor``.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 MAX_GATHERED_BYTES = 2**16
 """Maximum total size of rows, in bytes, that ``combine_rows`` gathers; larger rows are exchanged by all-to-all."""
 
 
 class DeviceGroup(Group):
-    """A ``Group`` whose tensors are on devices.
+    """A ``Group`` for tensors on GPUs (CPUs in tests).
 
     Args:
         control: group of the same ranks in shared memory, used by ``step``.
@@ -61,7 +60,8 @@ class DeviceGroup(Group):
         merged = torch.zeros(len(ids), width, dtype=dtype, device=ids.device)
         compute(merged)
         gathered = self._gather(merged)
-        for each, part in zip(self._shards_of_all(shard), gathered, strict=True):  # without copies from the host
+        # A loop over ranks needs no copy from the host to the device, unlike an index tensor.
+        for each, part in zip(self._shards_of_all(shard), gathered, strict=True):
             is_in_shard = ((ids >= each.first) & (ids < each.end))[:, None]
             merged = torch.where(is_in_shard, part, merged)
         return merged

@@ -22,7 +22,7 @@ MAX_BLOCK = 2**16
 MAX_STATE = 2**16
 """Maximum size of an encoded ``_State`` in bytes."""
 STORAGE = (torch.uint8, torch.int8, *FLOATS, torch.float64)
-"""Possible dtypes of packed 4-bit weights (``bnb_4bit_quant_storage``); each byte holds two weights."""
+"""Possible dtypes of packed 4-bit weights (``bnb_4bit_quant_storage``); each byte contains two weights."""
 INT8_STEP = 7.874015718698502e-3
 """1 / 127, rounded as in bitsandbytes."""
 
@@ -40,7 +40,7 @@ class _State(msgspec.Struct, frozen=True):
 class BitsAndBytes:
     """``CheckpointFormat`` for bitsandbytes in 4 or 8 bits.
 
-    4 bits: each byte of ``<name>.weight`` holds two weights, the first in its upper half, as indices into
+    4 bits: each byte of ``<name>.weight`` has two weights, the first in its upper half, as indices into
     ``weight.quant_map`` ``[16]``. Consecutive weights of the flattened matrix form a block, which shares a scale of
     ``weight.absmax``. The scales may also be quantized (double quantization).
 

@@ -75,7 +75,9 @@ class CompressedTensors:
             scheme for group in groups if (scheme := _read_scheme(mapping(group, "config_groups"), config))
         ]
         if not self._schemes:
-            raise invalid("model", "config_groups in config.json has no group with a weights scheme")
+            raise invalid(
+                "model", f"config_groups in config.json lists {list(groups)!r:.60}; a group must have weights"
+            )
         notes = [STATIC_ACTIVATIONS] if any(map(_is_static, groups)) else []
         self.notes: Sequence[str] = notes + [KV_CACHE] * bool(config.get("kv_cache_scheme"))
 
@@ -100,7 +102,8 @@ class CompressedTensors:
             values = _unsigned(stored, bits)
             if bits < 8 and bool((values >= 1 << bits).any()):
                 low, high = int(stored.min()), int(stored.max())
-                raise invalid("model", f"tensor {name}.weight has integers from {low} to {high}, not of {bits} bits")
+                message = f"tensor {name}.weight has integers from {low} to {high}, outside the range of {bits} bits"
+                raise invalid("model", message)
         groups = num_groups(inputs, format.group_size)
         scales = _per_output(source, f"{name}.weight_scale", outputs, groups, FLOATS)[first:end]
         zeros = None if scheme.symmetric else self._read_zeros(source, name, outputs, groups, scheme)[first:end]

@@ -16,7 +16,7 @@ from .checkpoint_format import FLOATS, TensorSource, num_groups, read_tensor
 from .config_fields import count, unsupported
 
 SCALES = (*FLOATS, torch.float8_e8m0fnu)
-"""Dtypes of scales; float8_e8m0fnu holds powers of two (ue8m0)."""
+"""Dtypes of scales; float8_e8m0fnu values are powers of two (ue8m0)."""
 STATIC_ACTIVATIONS = "activations get dynamic scales per token; static scales of the checkpoint are ignored"
 
 

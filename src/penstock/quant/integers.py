@@ -73,7 +73,7 @@ def input_order(groups: Tensor, group_size: int, name: str) -> Tensor | None:
 
     Args:
         groups: ``[in]``, the group of each input.
-        name: name of the tensor, for errors.
+        name: name of the tensor, for error messages.
 
     Raises ``PenstockError`` (``invalid``) unless each group has ``group_size`` inputs (the last group: the remainder).
     """

@@ -78,7 +78,7 @@ def convert(data: bytes, legacy: bool, names: Mapping[int, str]) -> Tokenizer:
     """Convert a serialized model.
 
     Args:
-        legacy: see ``Settings.legacy``.
+        legacy: prepend a space after each special token (``Settings.legacy``).
         names: piece id → text that replaces the text in the model.
 
     Raises ``PenstockError``: ``unsupported`` for a model with spaces after words; ``invalid`` for a model that exceeds
@@ -244,7 +244,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Field]]:
             case kind:
                 raise ValueError(f"not a SentencePiece model: protobuf wire type {kind}")
         if at + size > len(data):
-            raise ValueError("the SentencePiece model is truncated")
+            raise ValueError(f"the SentencePiece model is truncated at {len(data)} bytes")
         yield key >> 3, data[at : at + size]
         at += size
 

@@ -107,7 +107,7 @@ class TemplatePool:
         process = self._take()
         try:
             return self._result(process, await process.request_async(message, REPLY_TIMEOUT))
-        except OSError:  # includes TimeoutError
+        except OSError:  # also TimeoutError, its subclass
             process.close()
             return None
         except BaseException:

@@ -200,7 +200,7 @@ def main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         load = msgspec.msgpack.decode(receive(connection), type=Load)
         resource.setrlimit(resource.RLIMIT_AS, (load.limits.memory, load.limits.memory))
-        signal.setitimer(signal.ITIMER_PROF, load.limits.cpu)  # SIGPROF ends the process
+        signal.setitimer(signal.ITIMER_PROF, load.limits.cpu)  # after this time SIGPROF ends the process
         tokenizer, loaded = _loaded(load)
         reply = msgspec.msgpack.encode(loaded)
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -71,7 +71,7 @@ def read_side_files(folder: Path) -> SideFiles:
         named |= read_object(folder / SPECIAL_TOKENS)
     by_role: dict[str, Any] = {}
     for role, token in named.items():
-        if not role.endswith("_token") or token is None or isinstance(token, bool):  # e.g. add_bos_token
+        if not role.endswith("_token") or token is None or isinstance(token, bool):  # add_bos_token is a bool
             continue
         if not isinstance(token, str | Mapping):
             raise TypeError(f"{role} must be a string or an object, not {token!r:.50}")

@@ -61,7 +61,7 @@ class RenderResult(msgspec.Struct, omit_defaults=True):
 
 
 class _TimeLimitExceeded(BaseException):
-    """Raised in a template whose processor time is exceeded. A ``BaseException``, so that ``except Exception`` does not
+    """Raised in a template that exceeds its processor time. A ``BaseException``, so that ``except Exception`` does not
     catch it."""
 
 

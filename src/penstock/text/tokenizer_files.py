@@ -45,7 +45,7 @@ def load(folder: Path, side_files: SideFiles) -> Loaded:
         return _load(path, others, side_files)
     except (PenstockError, MemoryError):
         raise
-    except Exception as error:  # tokenizers raises plain Exception
+    except Exception as error:  # the tokenizers library raises plain Exception
         raise invalid("tokenizer", f"{path} cannot be read: {error}") from error
 
 

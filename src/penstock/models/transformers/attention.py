@@ -131,7 +131,7 @@ class PagedAttentions:
         return out.view(*q.shape)[..., : call.value_dim]
 
     def finish(self) -> None:
-        """Raise ``UnsupportedAttention`` if the pass skipped attentions, whose keys and values are then missing."""
+        """Raise ``UnsupportedAttention`` if the pass skipped attentions: their keys and values are missing."""
         if next(self._calls, None) is not None:
             raise UnsupportedAttention("the number of its attentions differs between steps")
 
@@ -193,7 +193,8 @@ def attention_function(
         raise UnsupportedAttention("its attention is neither causal nor causal with a sliding window")
     _check_options(options, window)
     if query.dim() != 4 or query.shape[0] != 1 or query.shape[1] % key.shape[1]:
-        raise UnsupportedAttention(f"its attention has queries of the shape {tuple(query.shape)}")
+        message = f"{tuple(query.shape)} for keys of shape {tuple(key.shape)}"
+        raise UnsupportedAttention(f"its attention has queries of shape {message}")
     call = AttentionCall(query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], window, softcap or 0.0)
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))

@@ -1,4 +1,4 @@
-"""Check of a loaded model: its results with the paged KV cache are compared with those of transformers.
+"""Check of a loaded model: comparison of its results with a paged KV cache and the results of transformers.
 
 A model may number positions differently, mix tokens outside of attention, or keep state other than keys and values.
 Positions and the mixing of tokens are checked by comparing bits, which also detects small effects.

@@ -48,7 +48,7 @@ def unknown_message() -> str:
 def model_class(architecture: str) -> Any:
     """The class of a causal language model.
 
-    Raises ``PenstockError`` (``unsupported``) if transformers is missing, or has no such class.
+    Raises ``PenstockError`` (``unsupported``) if transformers is missing, or lacks the class.
     """
     if not is_installed():
         message = f"it is run by transformers, which is not installed: pip install '{EXTRA}'"

@@ -30,7 +30,7 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INTERLEAVED = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
 """Pattern of the names of query and key tensors, whose rows may be interleaved."""
 PLACES = {"attn_q": 0, "attn_k": 2, "attn_v": 1, "ffn_gate": 0, "ffn_up": 1, "ffn_gate_exps": 0, "ffn_up_exps": 1}
-"""Tensor → position in a fused tensor: N: it starts N times its size before the end; 0: it starts at the beginning."""
+"""Tensor → its place N in a fused tensor: N times its number of rows before the end; 0: at the beginning."""
 
 
 def find_gguf(folder: Path) -> list[Path]:
@@ -73,7 +73,7 @@ class GGUFCheckpoint:
         self._bytes: dict[str, Tensor] = {}
         for file in files:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # the buffer is read-only
+                warnings.simplefilter("ignore", UserWarning)  # torch warns about the read-only buffer
                 content = torch.frombuffer(file.content, dtype=torch.uint8)
             self._bytes |= dict.fromkeys(file.tensors, content)
         self._head_dim = head_dim

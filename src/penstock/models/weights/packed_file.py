@@ -93,7 +93,8 @@ class PackedLayout:
     """Layout of a new file. The same tensors give the same bytes.
 
     Args:
-        state, formats: see ``Header``.
+        state: hash of everything that the file depends on.
+        formats: matrix name → format in the checkpoint, for quantized matrices in engine folders.
     """
 
     def __init__(self, matrices: Matrices, state: str, formats: Mapping[str, Format] | None = None) -> None:
@@ -125,7 +126,7 @@ def read_header(file: IO[bytes]) -> tuple[Header, int]:
     size = os.fstat(file.fileno()).st_size
     prefix = file.read(PREFIX)
     if not prefix.startswith(MAGIC):
-        raise ValueError("it is not a weight cache of this version")
+        raise ValueError(f"it does not begin with {MAGIC!r}: no packed weights of this version")
     length, checksum = (int.from_bytes(prefix[at : at + 8], "little") for at in (len(MAGIC), len(MAGIC) + 8))
     data = file.read(min(length, size))
     if len(data) != length or xxh3_64_intdigest(data) != checksum:

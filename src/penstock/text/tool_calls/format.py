@@ -34,7 +34,7 @@ class ToolCallFormat(ABC):
     allow_unmarked: bool = False
     """True if a call at the beginning of an answer needs no start marker."""
 
-    # Text of a forced call:
+    # Parts of the text of a forced call:
     call_id: tuple[str, int] = ("call_", 24)
     """Prefix of a call id, and number of characters after the prefix; some templates require this form."""
     prefix: str = ""

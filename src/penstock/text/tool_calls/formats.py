@@ -1,4 +1,4 @@
-"""All tool call formats. Parser names are those of vLLM."""
+"""All tool call formats. Parsers have the names that vLLM uses."""
 
 from __future__ import annotations
 

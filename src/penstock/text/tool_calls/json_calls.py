@@ -55,7 +55,8 @@ class JSONFormat(ToolCallFormat):
         return pattern is not None and any(pattern.fullmatch(text + end) for end in ends)
 
     def written_name(self, name: str) -> str:
-        return json.dumps(name, ensure_ascii=False) if self.call_start[0].endswith('": ') else name  # in a JSON object
+        is_json_value = self.call_start[0].endswith('": ')
+        return json.dumps(name, ensure_ascii=False) if is_json_value else name
 
 
 class _JSONCallParser(ToolCallParser):

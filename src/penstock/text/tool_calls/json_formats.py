@@ -10,7 +10,7 @@ from .json_calls import JSONFormat
 HERMES = JSONFormat(
     parsers=("hermes", "qwen", "ernie", "granite4"),
     template_markers=("<tool_call>",),
-    excluded_markers=("<function=", "<arg_key>"),  # other formats with this marker
+    excluded_markers=("<function=", "<arg_key>"),  # markers of Qwen3-Coder and GLM, which also have <tool_call>
     start_markers=("<tool_call>",),
     end_markers=("</tool_call>",),
     marker_tokens=("<tool_call>", "</tool_call>"),

@@ -151,7 +151,7 @@ class _XMLCallParser(ToolCallParser):
             self._held, self._trim = self._held.removeprefix("\n"), False
         split = split_at_marker(self._held, [self._form.value_end], last, space="")
         chunk, self._held = split.before, split.rest
-        if last and not split.marker:  # drop a truncated marker
+        if last and not split.marker:  # drop a truncated end marker
             chunk = chunk[: len(chunk) - partial_match_length(chunk, self._form.value_end)]
         if self._form.trim_newlines:
             if split.marker:
