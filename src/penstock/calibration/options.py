@@ -40,8 +40,7 @@ class Method:
 
 
 _W4A8 = Scheme(Format(4, 32, 8, rotation=ROTATION), sensitive=SCHEMES["w4a8"].sensitive)
-"""Scheme of w4a8. Unlike ``SCHEMES["w4a8"]``, it has no integer scales (``Format.integer_scales``): file formats lack
-them."""
+"""``SCHEMES["w4a8"]`` without integer scales (``Format.integer_scales``), which file formats lack."""
 _GPTQ = Scheme(Format(4, 64, rotation=ROTATION), sensitive=Format(8, rotation=ROTATION), values_only=True)
 METHODS: dict[str, Method] = {
     "wint8": Method("8-bit weights, rounded to nearest", SCHEMES["wint8"], calibrates=False),

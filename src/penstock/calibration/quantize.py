@@ -48,8 +48,7 @@ logger = logging.getLogger(__name__)
 AT_LOAD = ": use --quantization, which quantizes at load"
 """Advice for models that ``penstock quantize`` does not support."""
 CALIBRATION, ORIGINAL, QUANTIZED = "calibration", "original", "quantized"
-"""Names of streams of hidden states: calibration samples, evaluation samples of the original model, evaluation samples
-of the quantized model."""
+"""Streams of hidden states: calibration samples; evaluation samples, in the original and in the quantized model."""
 
 
 def quantize(
@@ -126,8 +125,7 @@ def _unsupported(message: str, field: str = "model") -> PenstockError:
 
 
 def _check_ignored(options: QuantizeOptions, checkpoint: Checkpoint) -> None:
-    """Raise ``PenstockError`` (``invalid``) for a pattern without a match. "lm_head" is also allowed if the checkpoint
-    has no such matrix (tied embeddings)."""
+    """Raise ``PenstockError`` (``invalid``) for a pattern without a match, except "lm_head" (tied embeddings)."""
     names = [*(name.removesuffix(".weight") for name in checkpoint.names), "lm_head"]
     for pattern in options.ignore:
         if not any(is_ignored(name, [pattern]) for name in names):

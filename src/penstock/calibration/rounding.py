@@ -24,8 +24,7 @@ def rotate(weight: Tensor, format: Format) -> Tensor:
 
 
 def round_to_nearest(weight: Tensor, format: Format) -> QuantizedWeight:
-    """Round ``[out, in]`` float32 to the nearest integers or e4m3 values, as quantization at load does
-    (``ops.reference.pack``)."""
+    """Round ``[out, in]`` float32 to nearest, as quantization at load does (``ops.reference.pack``)."""
     if format.floating:
         maximum = weight.abs().amax(1, keepdim=True)
         inverse = torch.where(maximum > MIN_MAGNITUDE, torch.full_like(maximum, MAX_FP8) / maximum, 0)

@@ -12,8 +12,7 @@ from penstock.ops import Ops
 SAMPLED_TOKENS = 1024
 """Number of evenly spaced tokens whose inputs are stored for searches and for the errors in the report."""
 PANELS = 4
-"""Number of column blocks of a Hessian. A block is computed from its diagonal down, which skips most of the upper
-triangle."""
+"""Number of column blocks of a Hessian. A block is computed from its diagonal down; the part above is skipped."""
 
 
 class InputStatistics:
@@ -77,8 +76,7 @@ class InputStatistics:
 
 @dataclass
 class InputObserver:
-    """Collects statistics of the inputs of a layer's matrices. ``ops``, ``tokens`` and ``with_hessian``: see
-    ``InputStatistics``."""
+    """Collects ``InputStatistics``, which describe the first arguments, for the inputs of a layer's matrices."""
 
     ops: Ops
     tokens: int

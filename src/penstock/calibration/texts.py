@@ -29,8 +29,7 @@ FIELDS = ("text", "messages", "prompt")
 by a ``response`` or ``completion`` if present."""
 ANSWERS = ("response", "completion")
 WINDOW_CHARACTERS = 8
-"""Plain text is cut into records of this number of characters per token of a sample, more than tokens have on average,
-so that a record fills a sample."""
+"""Characters per token in records cut from plain text: more than tokens have on average, so a record fills a sample."""
 SUFFIXES = (".json", ".jsonl", ".parquet", ".txt")
 """Suffixes of the files that are read from a folder."""
 FIELD = "--calib-dataset"

@@ -140,8 +140,7 @@ class CheckpointWriter:
     """Names of quantized matrices in the format for sensitive matrices."""
 
     def write_weights(self, progress: bool = True) -> dict[str, int]:
-        """Write the shards, and copy the other files. Returns the size of the tensors in bytes before and after
-        quantization."""
+        """Write the shards, and copy other files. Returns the bytes of all tensors before and after quantization."""
         sizes = {name: tensor.nbytes for name, tensor in self._tensors()}
         shards, total, remaining = plan_shards(sizes, SHARD_BYTES), sum(sizes.values()), self._tensors()
         with Progress("written", total, "B", print_line("quantize"), shown=progress) as bar:

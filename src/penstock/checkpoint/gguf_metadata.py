@@ -34,8 +34,7 @@ def tensors_of(files: list[GGUFFile]) -> dict[str, GGUFTensor]:
 class Metadata:
     """Metadata of the file's architecture (keys with its prefix), and the tensors of all parts.
 
-    Raises ``PenstockError``: ``unsupported`` for a file without a model (an adapter, a projector); ``invalid`` for
-    parts that do not match.
+    Raises ``PenstockError``: ``unsupported`` for a file without a model; ``invalid`` for parts that do not match.
     """
 
     def __init__(self, files: list[GGUFFile]) -> None:

@@ -35,8 +35,7 @@ class KVSpec:
     block_size: int = 64
     """Tokens per block."""
     quantization: str = ""
-    """Element type of quantized vectors: ``int8`` or ``fp8`` (e4m3), with a float32 scale per vector; empty:
-    unquantized."""
+    """Element type of quantized vectors: ``int8`` or ``fp8`` (e4m3), one float32 scale each; empty: unquantized."""
     window: int = 0
     """Sliding window: number of positions that a query sees, including its own; 0: all."""
     latent: int = 0

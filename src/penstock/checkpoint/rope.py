@@ -23,8 +23,7 @@ BASES = {
     "modernbert": {FULL: "global_rope_theta", SLIDING: "local_rope_theta"},
     "olmo3": {FULL: "rope_theta", SLIDING: ""},
 }
-"""``model_type`` of a class with nested ``rope_parameters`` → top-level field with the base of each layer type; empty:
-only in ``rope_parameters``."""
+"""``model_type`` with nested ``rope_parameters`` → top-level field with the base of each layer type (empty: absent)."""
 SCALED = {"modernbert": (FULL, SLIDING)}
 """``model_type`` → layer types to which ``rope_scaling`` applies; other models: only ``FULL``."""
 REQUIRED: dict[str, tuple[str, ...]] = {

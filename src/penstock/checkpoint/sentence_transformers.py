@@ -112,8 +112,7 @@ def module_files(folder: Path) -> dict[Path, bytes]:
 
 
 def _listed_modules(folder: Path) -> list[Module] | None:
-    """All modules in ``modules.json``, unchecked; None without that file. Raises ``PenstockError`` (``invalid``) for a
-    broken file."""
+    """All modules in ``modules.json``, unchecked; None if it is missing. A broken file raises ``PenstockError``."""
     path = folder / MODULES
     if (given := read_json(path)) is None:
         return None

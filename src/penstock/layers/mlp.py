@@ -16,11 +16,7 @@ class MLPLayer(Protocol):
     """Interface of feed-forward layers, dense or mixture of experts."""
 
     def __call__(self, x: Tensor, lora_slots: Tensor | None) -> Tensor:
-        """Compute the layer, ``[tokens, hidden]`` to ``[tokens, hidden]``.
-
-        Args:
-            lora_slots: ``[tokens]`` int32: LoRA slot of each row, -1: no adapter. None: no row has an adapter.
-        """
+        """Compute ``[tokens, hidden]`` to ``[tokens, hidden]``. ``lora_slots``: see ``ColumnParallelLinear``."""
         ...
 
 

@@ -35,8 +35,7 @@ class Decoder(BaseModel):
 
     Args:
         num_mtp_heads: number of layers for multi-token prediction to load.
-        attention: factory of a layer's attention.
-        mlp: factory of a layer's MLP.
+        attention, mlp: factories of the attention and the MLP in each layer.
     """
 
     def __init__(

@@ -117,8 +117,7 @@ class EagleHead:
         self._mlp = GatedMLP(context, f"{name}.mlp", size, decoder.intermediate_size, decoder.mlp_bias, activation)
 
     def with_model(self, model: Model) -> Self:
-        """Copy of the head for a model with other weights. The copy uses that model's embedding and language model
-        head."""
+        """Copy of the head that uses the embedding and language model head of ``model`` (other weights)."""
         other = copy(self)
         other._model = proxy(model)
         return other
@@ -217,8 +216,7 @@ def _target_ids(context: BuildContext, config: EagleConfig) -> Tensor | None:
     """Token id of each row of a head with a smaller vocabulary, from the tensor ``d2t``: token id minus row. None if
     the head has the vocabulary of the model.
 
-    Raises ``PenstockError`` (``invalid``) for an id outside the vocabulary, or if ``d2t`` is missing or has another
-    shape.
+    Raises ``PenstockError`` (``invalid``) for ids outside the vocabulary, or a missing or wrongly shaped ``d2t``.
     """
     rows, vocabulary = config.draft_vocab_size, config.decoder.vocab_size
     if rows == vocabulary and not context.weights.has("d2t"):

@@ -28,8 +28,7 @@ CPU = torch.device("cpu")
 Description = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape of a tensor."""
 Rows = Callable[[str, Shard, Description, Callable[[], Tensor]], None]
-"""Function that receives a tensor. Arguments: name, shard of rows on this rank, description of the whole tensor, and a
-function that reads the rows."""
+"""Receiver of tensors. Arguments: name, rows of the rank, description of the whole tensor, function that reads rows."""
 
 
 class EngineSource:

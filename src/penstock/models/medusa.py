@@ -81,8 +81,7 @@ def build_medusa_heads(context: BuildContext, raw: Mapping[str, Any], model: Mod
     """Build all heads of a checkpoint, in the published layout or the layout of vLLM.
 
     Args:
-        raw: ``config.json`` of the heads. Its numbers of heads and layers may be wrong and are ignored: the tensors
-            determine them.
+        raw: ``config.json`` of the heads. Its numbers of heads and layers may be wrong: the tensors determine them.
 
     Raises ``PenstockError`` (``invalid``) for missing tensors, or heads with a smaller vocabulary.
     """

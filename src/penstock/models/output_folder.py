@@ -116,8 +116,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Context manager with a temporary path to write to. The caller flushes the file to disk; on exit it is renamed to
-    ``path``."""
+    """Context manager with a temporary path, renamed to ``path`` on exit. The caller flushes the file to disk."""
     part = path.with_name(path.name + PART)
     part.unlink(missing_ok=True)
     yield part
@@ -126,8 +125,7 @@ def new_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: Path, wait: bool = True) -> Iterator[None]:
-    """Context manager that holds the lock of a folder. Without ``wait``, raises ``PenstockError`` (``invalid``) if
-    another process holds it."""
+    """Hold the lock of a folder. Without ``wait``, a lock held by another process raises ``PenstockError``."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:

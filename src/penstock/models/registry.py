@@ -45,8 +45,7 @@ SCORE = imported("penstock.models.heads:score_classifier")
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models: functions that read its configuration and build its models. The module that defines a family
-    must not import torch."""
+    """A family of models: functions that read configurations and build models. Its module must not import torch."""
 
     architectures: tuple[str, ...]
     """Architectures in ``config.json``, with a language model head (``LlamaForCausalLM``)."""

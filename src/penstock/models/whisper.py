@@ -119,8 +119,7 @@ class _Layer:
         """Compute the layer, ``[tokens, size]`` to ``[tokens, size]``.
 
         Args:
-            self_cache: KV cache of the layer's self-attention.
-            cross_cache: the layer's entry in ``cross.cache``.
+            self_cache, cross_cache: KV caches of self-attention and cross-attention in this layer.
             number: index of the layer.
         """
         attention, ops = self._self_attention, self._ops

@@ -60,8 +60,7 @@ class DeviceGroup(Group):
         merged = torch.zeros(len(ids), width, dtype=dtype, device=ids.device)
         compute(merged)
         gathered = self._gather(merged)
-        # A loop over ranks needs no copy from the host to the device, unlike an index tensor.
-        for each, part in zip(self._shards_of_all(shard), gathered, strict=True):
+        for each, part in zip(self._shards_of_all(shard), gathered, strict=True):  # no copies from the host
             is_in_shard = ((ids >= each.first) & (ids < each.end))[:, None]
             merged = torch.where(is_in_shard, part, merged)
         return merged
@@ -78,8 +77,7 @@ class DeviceGroup(Group):
     ) -> Tensor:
         """See ``Group.combine_rows``. Each rank receives some columns of all rows (all-to-all) and combines them. With
         k rows per token and R ranks, a rank receives (k + 1) (R - 1) / R vectors per token, and k (R - 1) in a gather.
-        A small number of rows is gathered, because a second collective takes longer than the additional bytes.
-        """
+        A small number of rows is gathered: a second collective would take longer than the additional bytes."""
         if len(ids) * width * dtype.itemsize <= MAX_GATHERED_BYTES:
             return super().combine_rows(compute, ids, shard, width, dtype, rows_per_token, combine)
         columns = [shard_outputs(SingleRank(rank, self.size), width) for rank in range(self.size)]

@@ -86,8 +86,7 @@ class PipelineStage:
         self._outgoing = hidden.contiguous().cpu().view(torch.uint8).numpy().tobytes()
 
     def pass_on(self) -> None:
-        """Run a step without tokens, instead of ``receive`` and ``send``. Raises ``RankFailedError`` if the step has
-        failed in a previous stage."""
+        """Run a step without tokens, instead of ``receive`` and ``send``. Raises the error of ``receive``."""
         if self._previous:
             self._receive()
         self._outgoing = NO_TOKENS

@@ -173,9 +173,8 @@ class SharedMemoryGroup(Group):
 
 
 class _Buffers:
-    """Pool of buffers. A buffer is only reused after the barrier that follows its last use, because another rank may
-    still read it before. All ranks take the same sizes in the same order, so a buffer has the same offset on all ranks.
-    """
+    """Pool of buffers. A buffer is only reused after the barrier that follows its last use: another rank may read it
+    until then. All ranks take the same sizes in the same order, so a buffer has the same offset on all ranks."""
 
     def __init__(self, allocate: Callable[[int], np.ndarray]) -> None:
         self._allocate = allocate

@@ -75,9 +75,7 @@ class CompressedTensors:
             scheme for group in groups if (scheme := _read_scheme(mapping(group, "config_groups"), config))
         ]
         if not self._schemes:
-            raise invalid(
-                "model", f"config_groups in config.json lists {list(groups)!r:.60}; a group must have weights"
-            )
+            raise invalid("model", f"config_groups in config.json ({len(groups)}) has no group with a weights scheme")
         notes = [STATIC_ACTIVATIONS] if any(map(_is_static, groups)) else []
         self.notes: Sequence[str] = notes + [KV_CACHE] * bool(config.get("kv_cache_scheme"))
 
@@ -199,8 +197,7 @@ def _read_rotation(config: Mapping[str, Any]) -> int:
 
 
 def _activation_bits(group: Mapping[str, Any], kind: str) -> int:
-    """Bits of quantized activations: 8 if the checkpoint has 8-bit activations of the weights' type, else 0
-    (unquantized)."""
+    """Bits of activations: 8 if the group has 8-bit activations of the weights' type, else 0 (unquantized)."""
     inputs = mapping(group.get("input_activations") or {}, "input_activations")
     return 8 if inputs and (inputs.get("num_bits", 8), inputs.get("type", "int")) == (8, kind) else 0
 

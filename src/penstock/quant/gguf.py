@@ -1,9 +1,7 @@
 """Conversion of GGUF block formats to integers with scales.
 
-In most formats a weight is an integer times the scale of its group, in some formats plus the group's offset. MXFP4
-keeps its floating-point codes. The conversion does not round.
-
-Block layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
+In most formats a weight is an integer times the scale of its group, in some plus an offset; MXFP4 keeps its codes. The
+conversion does not round. Block layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 """
 
 from __future__ import annotations

@@ -46,8 +46,7 @@ class PackedMatrix:
         return self._ops.argmax(x, self.packed, bitmask)
 
     def embedding(self, token_ids: Tensor, first: int = 0, out: Tensor | None = None) -> Tensor:
-        """Return the rows of ``token_ids`` ``[tokens]`` int64, ``[tokens, in]``. Row 0 of the matrix belongs to token
-        ``first``."""
+        """Look up ``[tokens]`` int64 to ``[tokens, in]``. The first row of the matrix is that of token ``first``."""
         return self._ops.embedding(token_ids, self.packed, first, out)
 
 

@@ -122,8 +122,7 @@ def read(path: Path) -> bytes:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object; empty if the file is missing. Raises ``PenstockError`` (``invalid``) if the file is too large
-    or has other content."""
+    """Read a JSON object; empty if the file is missing. Too large or other files raise ``PenstockError``."""
     if not path.is_file():
         return {}
     try:

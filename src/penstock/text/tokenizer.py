@@ -68,8 +68,7 @@ class Tokenizer:
             raise invalid("prompt", "is not valid text: it has an unpaired surrogate") from error
 
     def encode_texts(self, texts: Texts) -> Encoded:
-        """Encode a text or a pair of texts, truncated as ``Texts`` requests. Raises ``PenstockError`` (``invalid``) for
-        text with unpaired surrogates."""
+        """Encode a text or pair of texts, with truncation. Raises ``PenstockError`` as ``encode`` does."""
         try:
             return encode_texts(self._tokenizer, texts)
         except TypeError as error:

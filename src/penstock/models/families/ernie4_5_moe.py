@@ -12,9 +12,7 @@ from . import ernie4_5
 
 def read_config(raw: ConfigJson) -> ModelConfig:
     if raw.get("use_bias"):
-        raise PenstockError(
-            Code.UNSUPPORTED, "use_bias is true (a bias of the language model head), which is not supported", "model"
-        )
+        raise PenstockError(Code.UNSUPPORTED, "use_bias (a bias of the language model head) is not supported", "model")
     num_experts, size = int(raw["moe_num_experts"]), int(raw["moe_intermediate_size"])
     min_sum = float(raw.get("moe_norm_min") or 1e-12)
     config = ernie4_5.read_config(raw)

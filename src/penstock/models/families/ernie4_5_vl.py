@@ -45,9 +45,7 @@ def read_vision_config(raw: ConfigJson) -> VisionConfig:
 
 def read_config(raw: ConfigJson) -> ModelConfig:
     if raw.get("use_bias"):
-        raise PenstockError(
-            Code.UNSUPPORTED, "use_bias is true (a bias of the language model head), which is not supported", "model"
-        )
+        raise PenstockError(Code.UNSUPPORTED, "use_bias (a bias of the language model head) is not supported", "model")
     config = with_mrope(ernie4_5.read_config(raw), (22, 22, 20))
     rope = {**config.rope_parameters, "rope_type": "default"}
     if rope["mrope_section"][0] != rope["mrope_section"][1]:

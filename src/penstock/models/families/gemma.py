@@ -20,8 +20,7 @@ from ..registry import Family
 
 NORM = NormOptions(unit_offset=True)
 TANH = "gelu_pytorch_tanh"
-"""Activation of all published models. In files of the first Gemma, ``gelu`` means this activation; in files of Gemma 2
-and 3, exact GELU."""
+"""Activation of all published models. In files of Gemma 1, ``gelu`` means this; in Gemma 2 and 3 it is exact GELU."""
 LAYER_NORMS = LayerNorms(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )

@@ -49,8 +49,7 @@ def read_moe_config(raw: ConfigJson) -> ModelConfig:
 
 
 def _same_in_all_layers(raw: ConfigJson, name: str) -> int:
-    """Read a number, which may be a list with one value per layer; 1 if absent. Raises ``PenstockError``
-    (``unsupported``) for different values."""
+    """A number that may be a list with equal values per layer; 1 if absent. Else raises ``PenstockError``."""
     value = raw.get(name) or 1
     values = {int(each) for each in (value if isinstance(value, list) else [value])}
     if len(values) > 1:

@@ -81,8 +81,7 @@ def _tolerance(exact: bool) -> float:
 
 
 def _equal(computed: Tensor, expected: Tensor, exact: bool) -> bool:
-    """Whether results are equal, or nearly equal: experts may compute a different number of tokens at a time, which
-    changes the rounding."""
+    """Whether results are (nearly) equal: rounding may depend on the number of tokens that an expert computes."""
     if torch.equal(computed, expected):
         return True
     return _difference(computed.float(), expected.float(), exact) < _tolerance(exact) / 10

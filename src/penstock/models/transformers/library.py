@@ -62,8 +62,7 @@ def model_class(architecture: str) -> Any:
 
 
 def library_config(architecture: str, raw: Mapping[str, Any]) -> Any:
-    """The configuration object of transformers for a ``config.json``. Raises ``PenstockError`` (``invalid``) if
-    transformers rejects a value."""
+    """Configuration object of transformers for a ``config.json``. A rejected value raises ``PenstockError``."""
     found = model_class(architecture).config_class
     try:
         return found.from_dict({name: value for name, value in raw.items() if name != "auto_map"})

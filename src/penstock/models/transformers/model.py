@@ -96,11 +96,7 @@ class TransformersModel(BaseModel):
             raise UnsupportedAttention("the sliding windows of its masks differ from those of its KV cache")
 
     def _run_body(self, token_ids: Tensor, positions: Tensor) -> Any:
-        """Run the body of the model.
-
-        Args:
-            token_ids, positions: ``[tokens]`` int64.
-        """
+        """Run the body of the model for token ids and their positions, ``[tokens]`` int64 each."""
         return self._body(
             input_ids=token_ids[None],
             attention_mask=torch.ones_like(token_ids)[None],

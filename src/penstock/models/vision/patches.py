@@ -10,9 +10,8 @@ from penstock.core.multimodal import ImageInput
 
 
 def normalized_patches(image: ImageInput, patch: int, merge: int, temporal: int) -> np.ndarray:
-    """Normalized pixels of an image's patches, ``[patches, 3 * temporal * patch * patch]`` float32: ``pixel_values`` of
-    transformers' processor. Patches are grouped by feature. If the image has fewer than ``temporal`` frames, the last
-    frame is repeated.
+    """Normalized pixels of an image's patches, ``[patches, 3 * temporal * patch * patch]`` float32 (``pixel_values`` of
+    transformers), grouped by feature. The last frame of an image with fewer than ``temporal`` frames is repeated.
 
     Args:
         patch: edge of a patch in pixels.

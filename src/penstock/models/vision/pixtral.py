@@ -77,8 +77,7 @@ class _Merger:
 
 
 def _rope(rows: int, columns: int, head_dim: int, theta: float) -> Tensor:
-    """Cosines and sines, ``[2, patches, head_dim]`` float32. Rows use the frequencies with even index, columns those
-    with odd index."""
+    """Cosines and sines, ``[2, patches, head_dim]`` float32. Rows use even frequency indices, columns odd indices."""
     frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     down = torch.arange(rows).repeat_interleave(columns)
     right = torch.arange(columns).repeat(rows)

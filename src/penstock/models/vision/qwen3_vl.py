@@ -135,8 +135,7 @@ class DeepstackMLP:
 
     def __call__(self, x: Tensor, lora_slots: Tensor | None) -> Tensor:
         out = self._mlp(x, lora_slots)
-        # A copy of the features, because layers may modify the residual stream.
-        return self._ops.add_residual(out, self._ops.clone(self._features[: len(out)]))
+        return self._ops.add_residual(out, self._ops.clone(self._features[: len(out)]))  # later layers modify the sum
 
 
 def build(context: BuildContext, config: ModelConfig, num_mtp_heads: int) -> Decoder:

@@ -59,8 +59,7 @@ class ViT:
         ]
 
     def __call__(self, image: ImageInput, rope: Tensor | None = None) -> Tensor:
-        """Hidden states of an image's patches, ``[tiles, patches, layers * size]``. If the encoder has a class token,
-        it precedes the patches.
+        """Hidden states of the class token, if it exists, and the patches, ``[tiles, patches, layers * size]``.
 
         Args:
             rope: ``[2, patches, head_dim]`` float32: cosines and sines; None: no rotary embedding.

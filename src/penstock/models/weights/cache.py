@@ -91,8 +91,7 @@ class WeightCache:
             atexit.register(thread.join, EXIT_TIMEOUT)
 
     def _map(self) -> None:
-        """Map the file if its state is ``_state``, and start to verify it. Raises ``OSError`` or ``ValueError`` if the
-        file is missing or damaged."""
+        """Map the file if its state is ``_state``. A missing or damaged file raises ``OSError`` or ``ValueError``."""
         threads = verifiers()
         with open_cached(self._path) as file:
             found = PackedFile(file, threads, self._state)

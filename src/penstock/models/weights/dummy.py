@@ -35,8 +35,7 @@ class DummyWeights:
         return hashlib.sha256(drawn + self._config.read_bytes()).hexdigest()
 
     def read(self, name: str, *shape: int, rows: tuple[int, int] | None = None, as_stored: bool = False) -> Tensor:
-        """See ``layers.Weights.read``. Vectors are ones; matrices are normally distributed with standard deviation
-        ``inputs ** -0.5``."""
+        """Vectors are filled with 1; matrices are normally distributed with standard deviation ``inputs ** -0.5``."""
         if len(shape) == 1:
             tensor = torch.ones(shape, dtype=self._dtype, device=self._device)
         else:

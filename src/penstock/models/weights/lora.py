@@ -232,8 +232,7 @@ def _split_fused(
 
 
 def _module(key: str, targets: Mapping[str, LoRATarget | None]) -> str:
-    """Name in ``targets`` of the matrix that a tensor changes. Raises ``PenstockError`` (``unsupported``) if it is
-    missing there."""
+    """Name in ``targets`` of the matrix that a tensor changes. A matrix missing there raises ``PenstockError``."""
     for end in (LORA_A, LORA_B):
         name = key.removeprefix(PREFIX).removesuffix(end)
         if key == PREFIX + name + end and name in targets:

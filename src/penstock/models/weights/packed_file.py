@@ -93,8 +93,7 @@ class PackedLayout:
     """Layout of a new file. The same tensors give the same bytes.
 
     Args:
-        state: hash of everything that the file depends on.
-        formats: matrix name → format in the checkpoint, for quantized matrices in engine folders.
+        state, formats: fields of the ``Header``.
     """
 
     def __init__(self, matrices: Matrices, state: str, formats: Mapping[str, Format] | None = None) -> None:

@@ -62,8 +62,7 @@ class JSONFormat(ToolCallFormat):
 class _JSONCallParser(ToolCallParser):
     """Streams arguments unmodified, from the opening brace to the closing brace, the next marker or the end.
 
-    Arguments may be invalid JSON, as with OpenAI. An object that does not begin with the name is held back until it is
-    complete.
+    Arguments may be invalid JSON, as with OpenAI. An object that does not begin with the name is held back to its end.
     """
 
     def __init__(self, form: JSONFormat) -> None:
