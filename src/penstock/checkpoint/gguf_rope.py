@@ -30,7 +30,7 @@ def rope_parameters(metadata: Metadata, rotary_dim: int) -> dict[str, Any]:
     theta = metadata.number("rope.freq_base", 10_000.0)
     factor = metadata.number("rope.scaling.factor", 0.0) or metadata.number(
         "rope.scale_linear", 0.0
-    )  # key in old files
+    )  # older name
     kind = metadata.text("rope.scaling.type", "linear")
     if kind == "linear" and factor in (0.0, 1.0):
         kind = "none"

@@ -37,7 +37,7 @@ def load_module(context: BuildContext, config: ModelConfig) -> Any:
         library_config(config.architecture, config.raw[LIBRARY_CONFIG]),
     )
     if not isinstance(context.weights, Checkpoint):
-        importlib.import_module("torch._prims.rng_prims")  # engine/lean_torch.py prevents its import in torch
+        importlib.import_module("torch._prims.rng_prims")  # engine processes lack it (engine/lean_torch.py)
         torch.manual_seed(int(context.weights.version[:8], 16))
         configuration._attn_implementation = NAME
         return found._from_config(configuration, dtype=context.dtype).to(context.device).eval()

@@ -39,7 +39,7 @@ class DummyWeights:
         if len(shape) == 1:
             tensor = torch.ones(shape, dtype=self._dtype, device=self._device)
         else:
-            importlib.import_module("torch._prims.rng_prims")  # engine/lean_torch.py prevents its import in torch
+            importlib.import_module("torch._prims.rng_prims")  # engine processes lack it (engine/lean_torch.py)
             generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()) + self._seed)
             empty = torch.empty(shape, dtype=self._dtype, device=self._device)
             tensor = empty.normal_(std=shape[-1] ** -0.5, generator=generator)
