@@ -28,9 +28,8 @@ def rope_parameters(metadata: Metadata, rotary_dim: int) -> dict[str, Any]:
     Raises ``PenstockError``: ``unsupported`` for an unknown scaling, ``invalid`` for broken values.
     """
     theta = metadata.number("rope.freq_base", 10_000.0)
-    factor = metadata.number("rope.scaling.factor", 0.0) or metadata.number(
-        "rope.scale_linear", 0.0
-    )  # older name
+    # Older files name the factor ``rope.scale_linear``.
+    factor = metadata.number("rope.scaling.factor", 0.0) or metadata.number("rope.scale_linear", 0.0)
     kind = metadata.text("rope.scaling.type", "linear")
     if kind == "linear" and factor in (0.0, 1.0):
         kind = "none"
