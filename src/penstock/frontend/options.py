@@ -30,8 +30,8 @@ def read_options(model: str | Path, compat: str, given: Mapping[str, Any]) -> tu
     """Convert keyword arguments to options; the model is downloaded if it is not cached.
 
     Args:
-        compat: system whose option names and defaults are used; empty: vLLM.
-        given: options by name; None: absent.
+        compat: system that defines the option names and defaults; empty: vLLM.
+        given: options by name; None: the option is absent.
 
     Raises ``PenstockError`` (``invalid``) for an unknown name, with the nearest known one, or a wrong value.
     """
@@ -66,7 +66,7 @@ def translate_options(
 
     Args:
         compat: the system; empty: vLLM.
-        model_defaults: defaults of the model, which override those of the system.
+        model_defaults: defaults of the model, which override the system's defaults.
 
     Raises ``PenstockError`` (``invalid``) for an unknown system, and for invalid or unsupported values.
     """
@@ -74,7 +74,7 @@ def translate_options(
     foreign, native = {}, {}  # options by the system's names, and by Penstock's
     for name, value in given.items():
         if name in profile.flags:
-            if value is None:  # the default of vLLM's and FastDeploy's parameters
+            if value is None:  # vLLM and FastDeploy write None for an absent option
                 continue
             foreign[name] = value if isinstance(value, str) else json.dumps(value)
         else:

@@ -25,7 +25,7 @@ def free_host_bytes(control_group: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def _reclaimable(usage: Path) -> int:
-    """Bytes of a container's page cache (a checkpoint just read), which count as usage but can be reclaimed."""
+    """Bytes of a container's page cache (such as a checkpoint that was just read): used, but reclaimable."""
     try:
         lines = (usage.parent / "memory.stat").read_text().splitlines()
     except OSError:

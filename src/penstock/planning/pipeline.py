@@ -56,7 +56,7 @@ def _given(layers: str, stages: int, total: int) -> list[int]:
 
 
 def _balanced(size: ModelSize, stages: int, quantization: str, dtype: str) -> list[int]:
-    """Numbers of layers of each stage that minimize the largest stage."""
+    """Number of layers of each stage, chosen so that the largest stage is as small as possible."""
     if stages == 1:
         return [size.num_layers]
     layer, head = bytes_per_weight(size, quantization, dtype)

@@ -40,7 +40,7 @@ class PartialFile:
 
     @property
     def space_needed(self) -> int:
-        """Disk space in bytes that the rest of the file will take."""
+        """Disk space in bytes that is still needed to complete the file."""
         try:
             used = self.path.stat().st_blocks * 512
         except OSError:

@@ -21,7 +21,7 @@ MULTILINGUAL_SIZE = 51_865
 
 @dataclass(frozen=True)
 class SpeechTokens:
-    """Token ids."""
+    """Ids of a Whisper model's control tokens."""
 
     start: int
     """``<|startoftranscript|>``."""
@@ -36,11 +36,11 @@ class SpeechTokens:
     tasks: Mapping[str, int]
     """Tokens of ``transcribe`` and ``translate``; empty for an English-only model."""
     suppressed: tuple[int, ...] = ()
-    """Tokens that are never generated."""
+    """Ids of tokens that are never generated."""
     suppressed_first: tuple[int, ...] = ()
-    """Tokens that are not generated first."""
+    """Ids of tokens that are not generated as the first token."""
     max_initial_timestamp: int = 50
-    """Largest first timestamp, as number of timestamp tokens after that of 0 seconds."""
+    """Largest first timestamp, as a number of timestamp tokens after the token of 0 seconds."""
     alignment_heads: tuple[tuple[int, int], ...] = ()
     """Layer and head of the attention heads used for word timestamps; empty if unknown."""
 
@@ -53,8 +53,8 @@ class SpeechTokens:
 def read_speech_tokens(
     folder: Path, token_to_id: Callable[[str], int | None], eos: int, vocab_size: int
 ) -> SpeechTokens:
-    """Read the control tokens of a checkpoint. If ``generation_config.json`` lacks the languages and tasks (written
-    before transformers 4.31), they are taken from the tokenizer.
+    """Read the control tokens of a checkpoint. A ``generation_config.json`` from before transformers 4.31 lacks
+    languages and tasks; they are then taken from the tokenizer.
 
     Args:
         token_to_id: returns the id of a token of the tokenizer.
