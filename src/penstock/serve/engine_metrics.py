@@ -1,4 +1,4 @@
-"""The statistics of engines as Prometheus metrics."""
+"""Prometheus metrics computed from the statistics of engines."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from penstock.engine.step_statistics import BUCKETS
 
 LABELS = ["model_name"]
 EngineStats = Mapping[str, tuple[Stats, EngineOptions]]
-"""Model → latest statistics of its engine, and its options."""
+"""Latest statistics and options of each model's engine, by model name."""
 Samples = Iterable[tuple[tuple[str, ...], float]]
 """Label values (without the model's name) and value of each sample."""
 CACHE_OPTIONS = ("block_size", "kv_cache_dtype", "enable_prefix_caching", "gpu_memory_utilization", "swap_space")
-"""Options in ``cache_config_info``."""
+"""Options shown as labels of the metric ``cache_config_info``."""
 
 
 class Family(NamedTuple):
@@ -40,7 +40,7 @@ class Family(NamedTuple):
 
 
 def _one(value: Callable[[Stats], float]) -> Callable[[Stats, EngineOptions], Samples]:
-    """A single sample without further labels."""
+    """Function that returns one sample whose only label is the model name."""
     return lambda stats, options: [((), value(stats))]
 
 
@@ -49,7 +49,7 @@ def _counter(name: str, about: str, value: Callable[[Stats], float]) -> Family:
 
 
 def _draft_counter(name: str, about: str, value: Callable[[Stats], float]) -> Family:
-    """A counter of engines with speculative decoding."""
+    """Counter that only engines with speculative decoding report."""
     return Family(
         name, about, lambda stats, options: [((), value(stats))] if stats.accepted_at else [], is_counter=True
     )
@@ -93,7 +93,7 @@ GAUGES: dict[str, tuple[str, Callable[[Stats], float]]] = {
         _field("longest_step"),
     ),
 }
-"""Name → description, value. Also reported for each replica, as ``replica_NAME``."""
+"""Description and value of each gauge, by name. Each gauge is also reported per replica, as ``replica_NAME``."""
 KV_TRANSFER_COUNTERS = {
     "transfers": "KV transfers started by decode engines.",
     "completed": "KV transfers that completed.",
@@ -105,7 +105,7 @@ KV_TRANSFER_COUNTERS = {
     "rereads": "Parts of KV transfers that were read again.",
     "checksum_failures": "Parts of KV transfers with a wrong checksum.",
 }
-"""Counters: field of ``Stats`` without ``kv_`` → description."""
+"""Description of each counter, by field of ``Stats`` without ``kv_``."""
 OFFLOAD_COUNTERS = {
     "external_prefix_cache_queries": (
         "queries",
@@ -122,18 +122,18 @@ OFFLOAD_COUNTERS = {
     "kv_offload_disk_read_failures": ("disk_read_failures", "Damaged files, and reads that timed out."),
     "kv_offload_disk_write_failures": ("disk_write_failures", "KV blocks that could not be written to disk."),
 }
-"""Counters: name → field of ``Stats`` without ``offload_``, description."""
+"""Field of ``Stats`` (without ``offload_``) and description of each counter, by name."""
 ENCODER_COUNTERS = {
     "mm_cache_queries": ("queries", "Images and pairs of video frames looked up in the encoder cache."),
     "mm_cache_hits": ("hits", "Images and pairs of video frames found in the encoder cache (encoder_cache_size)."),
 }
-"""Counters: name → field of ``Stats`` without ``encoder_``, description."""
+"""Field of ``Stats`` (without ``encoder_``) and description of each counter, by name."""
 ENCODER_GAUGES = {
     "encoder_cache_entries": ("entries", "Images and pairs of video frames in the encoder cache."),
     "encoder_cache_tokens": ("tokens", "Features (tokens) in the encoder cache, at most encoder_cache_size."),
     "encoder_cache_bytes": ("bytes", "Size of the encoder cache on each worker, in bytes."),
 }
-"""Gauges: name → field of ``Stats`` without ``encoder_``, description."""
+"""Field of ``Stats`` (without ``encoder_``) and description of each gauge, by name."""
 FAMILIES = (
     Family(
         "num_requests_waiting_by_reason",

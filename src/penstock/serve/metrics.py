@@ -42,7 +42,7 @@ COUNTERS = {
     "requests": "Requests received, including failed ones.",
     "prefix_cache_hit_requests": "Requests with at least one prompt token found in the prefix cache.",
 }
-"""Counters per model: name → description."""
+"""Description of each counter per model, by name."""
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("Seconds from a request's arrival to its first token.", FIRST_TOKEN_BUCKETS),
     "inter_token_latency_seconds": ("Seconds between consecutive tokens of a request.", PER_TOKEN_BUCKETS),
@@ -77,15 +77,15 @@ HISTOGRAMS = {
         TOKEN_BUCKETS,
     ),
 }
-"""Histograms per model: name → description, buckets."""
+"""Description and buckets of each histogram per model, by name."""
 
 
 class Metrics:
     """The metrics of a server.
 
     Args:
-        profile_metrics: metrics of the profile's system: its name → our name, or a derived metric.
-        aliases: option ``metrics_aliases``: which metrics are repeated under vLLM's names.
+        profile_metrics: our name or a derived metric, by the metric's name in the profile's system.
+        aliases: option ``metrics_aliases``: metrics that are repeated under vLLM's names.
     """
 
     def __init__(self, profile_metrics: Mapping[str, str | DerivedMetric] | None = None, aliases: str = "all") -> None:
@@ -152,7 +152,7 @@ class Metrics:
         self.storage_refusals.labels(limit=limit).inc()
 
     def page(self, engines: EngineStats, more: Iterable[Metric] = ()) -> bytes:
-        """Return the page ``/metrics``; ``more`` are further metrics."""
+        """Return the page ``/metrics``; ``more`` has further metrics."""
         ours = [*process_metrics(), *engine_metrics(engines), *expert_metrics(engines), *more]
         families = {family.name.removeprefix("penstock:"): family for family in ours}
         page = _Page([*ours, *vllm_metrics(families, engines, self._aliases), *self._derived(families, engines)])
@@ -204,14 +204,14 @@ class ModelMetrics:
         self.open_requests = metrics.open_requests.labels(model)
 
     def record_arrival(self, sampling: SamplingParams) -> None:
-        """Record a request's arrival."""
+        """Count a request that has arrived, and observe its parameters."""
         self._count(requests=1)
         self._observe(request_params_n=sampling.n)
         if sampling.max_tokens is not None:
             self._observe(request_params_max_tokens=sampling.max_tokens)
 
     def record_first_token(self, output: RequestOutput) -> None:
-        """Record a request's first token."""
+        """Count a request's prompt tokens, and observe its time to first token and in the queue."""
         times, prompt, cached = output.times, len(output.prompt_token_ids), output.num_cached_tokens
         assert times.first_token is not None
         self._count(
@@ -227,7 +227,7 @@ class ModelMetrics:
         )
 
     def record_finish(self, output: RequestOutput) -> None:
-        """Record a finished request."""
+        """Count a request's finished sequences, and observe its lengths and latencies."""
         times, lengths = output.times, [len(completion.token_ids) for completion in output.outputs]
         for completion in output.outputs:
             self._request_success(completion.finish_reason).inc()
@@ -263,8 +263,8 @@ class ModelMetrics:
 class TokenCounts:
     """Counts of generated tokens and inter-token latencies, written to the process's file in batches.
 
-    Three writes per token took 4 % of an API process's time at 64 streams. A context manager to enter while a request
-    generates; on exit all counts are written.
+    Unbatched, three writes per token took 4 % of an API process's time at 64 streams. Enter this context manager while
+    a request generates; on exit all counts are written.
     """
 
     FLUSH_INTERVAL = 0.1
@@ -284,7 +284,7 @@ class TokenCounts:
         """Count new tokens of a request.
 
         Args:
-            seconds: time since its previous tokens; None for the first.
+            seconds: time since the request's previous tokens; None: these are its first tokens.
             sequences: number of sequences of the request.
         """
         self._tokens += tokens

@@ -52,7 +52,8 @@ class RequestLimiter(Protocol):
     """Counts and limits open requests."""
 
     def admit(self) -> AbstractContextManager[None]:
-        """Context manager that counts a request as open. Raises ``PenstockError`` (``overloaded``) if too many are."""
+        """Context manager that counts a request as open. Raises ``PenstockError`` (``overloaded``) if too many requests
+        are open."""
         ...
 
 
@@ -71,7 +72,7 @@ class Handler(Protocol):
 class Reply(Response):
     """Sends the chunks of an answer; status 200 is sent with the first chunk.
 
-    A failure before the first chunk becomes an error response, a later one the last event of the stream.
+    A failure before the first chunk becomes an error response; a later failure becomes the last event of the stream.
 
     Args:
         streamed: the chunks are a stream; otherwise there is one chunk, a JSON document.
@@ -169,7 +170,7 @@ async def refuse(
     status: int | None = None,
     more: Mapping[str, str] | None = None,
 ) -> None:
-    """Send an error response. ``status`` overrides the format's status; ``more`` are further headers."""
+    """Send an error response. ``status`` overrides the format's status; ``more`` has further headers."""
     body = error_format.error(without_secrets(failure))
     fields = {"content-type": "application/json", "content-length": str(len(body)), **headers(failure), **(more or {})}
     raw = [(name.encode(), value.encode()) for name, value in fields.items()]

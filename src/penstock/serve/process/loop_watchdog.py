@@ -22,7 +22,7 @@ MAX_CPU_TIME = 0.05
 MAX_WALL_TIME = 1.0
 """Elapsed time of one iteration above which it is logged, in seconds."""
 REPORT_AFTER = 10.0
-"""Elapsed time in seconds after which an iteration is logged before it ends, in case it never does."""
+"""Elapsed time in seconds after which an iteration is logged before its end, in case it never ends."""
 POLL_INTERVAL = 0.02
 """Seconds between checks of the loop thread's processor time."""
 PROBE_CPU_TIME = 0.001

@@ -33,7 +33,7 @@ class BatchStore(Store):
 
     @reads
     def get(self, connection: Connection, owner: str, name: str) -> Document:
-        """Return a batch. Raises ``PenstockError`` (``not_found``) if the owner has none with this id."""
+        """Return a batch. Raises ``PenstockError`` (``not_found``) if the owner has no batch with this id."""
         where = (BATCHES.c.id == name, BATCHES.c.owner == owner)
         if (row := connection.execute(select(BATCHES).where(*where)).first()) is None:
             raise PenstockError(Code.NOT_FOUND, f"batch_id: there is no batch {name[:80]!r}", "batch_id")
