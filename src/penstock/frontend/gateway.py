@@ -226,7 +226,7 @@ class Gateway(Steps):
         deadline = None
         if timeout is not None:
             if not 0 <= timeout < math.inf:
-                raise invalid("timeout", f"must be a finite number of seconds, at least 0; it is {timeout}", 0)
+                raise invalid("timeout", f"must be a finite number of seconds, at least 0, is {timeout}", 0)
             deadline = arrived + timeout
         name = str(next(self._ids))  # id for the engine, since request_id need not be unique
         processor = self.input_processor.create_output_processor(

@@ -179,7 +179,7 @@ class InputProcessor:
             token_ids = self.tokenizer.encode(text, add_special_tokens)
         if not isinstance(token_ids, Sequence):
             kind = type(prompt).__name__
-            message = f"must be text, token ids, or a mapping with prompt or prompt_token_ids; it is a {kind}"
+            message = f"must be text, token ids, or a mapping with prompt or prompt_token_ids, is a {kind}"
             raise invalid("prompt", message)
         return text, list(token_ids)
 
@@ -204,7 +204,7 @@ class InputProcessor:
                 raise PenstockError(Code.UNSUPPORTED, f"{field}: is disabled on this server (enable_logprob)", field)
         for field in LOGPROB_FIELDS[:2]:
             if (value := getattr(sampling, field) or 0) > (maximum := self._options.max_logprobs):
-                message = f"must be at most {maximum} on this server (max_logprobs); it is {value}"
+                message = f"must be at most {maximum} on this server (max_logprobs), is {value}"
                 raise invalid(field, message, maximum)
         bad_words = [self.tokenizer.encode(form, False) for word in sampling.bad_words for form in (word, f" {word}")]
         if bad_words:

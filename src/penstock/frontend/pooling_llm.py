@@ -213,7 +213,7 @@ class PoolingLLM(ABC):
 
     def _prompt(self, prompt: Prompt | Texts, limit: int | None) -> TokenizedPrompt:
         if limit is not None and (limit < -1 or limit == 0):
-            message = f"must be at least 1, or -1 for the model's maximum; it is {limit}"
+            message = f"must be at least 1, or -1 for the model's maximum, is {limit}"
             raise invalid("truncate_prompt_tokens", message, 1)
         limit = self.engine.max_model_len if limit == -1 else limit
         if isinstance(prompt, Texts):

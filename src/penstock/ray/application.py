@@ -66,7 +66,7 @@ def app(args: Arguments) -> serve.Application:
 def _scaling(args: Arguments, configuration: Configuration) -> dict[str, Any]:
     maximum = max(args.min_replicas, 1) if args.max_replicas is None else args.max_replicas
     if maximum < args.min_replicas:
-        message = f"must be at least min_replicas ({args.min_replicas}); it is {maximum}"
+        message = f"must be at least min_replicas ({args.min_replicas}), is {maximum}"
         raise invalid("max_replicas", message, args.min_replicas)
     if maximum == args.min_replicas:
         return {"num_replicas": maximum}

@@ -74,12 +74,10 @@ def as_image(value: Any, max_pixels: int, field: str) -> Image:
     if isinstance(value, np.ndarray):
         if value.dtype != np.uint8 or value.ndim not in (2, 3) or value.shape[2:] not in ((), (3,)) or not value.size:
             given = f"{value.dtype} {list(value.shape)}"
-            raise invalid(
-                field, f"an array must be uint8 of shape [height, width, 3] or [height, width]; it is {given}"
-            )
+            raise invalid(field, f"an array must be uint8 of shape [height, width, 3] or [height, width], is {given}")
         value = pillow.fromarray(np.ascontiguousarray(value))
     if not isinstance(value, pillow.Image):
-        message = f"must be a Pillow image, or a uint8 array [height, width, 3]; it is a {type(value).__name__}"
+        message = f"must be a Pillow image, or a uint8 array [height, width, 3], is a {type(value).__name__}"
         raise invalid(field, message)
     check_pixels(value, max_pixels, field)
     return value

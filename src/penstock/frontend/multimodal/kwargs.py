@@ -26,7 +26,7 @@ def video_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _nested(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if not isinstance(value := given.get(name) or {}, Mapping):
-        raise invalid("mm_processor_kwargs", f"{name} must be an object; it is {value!r:.50}")
+        raise invalid("mm_processor_kwargs", f"{name} must be an object, is {value!r:.50}")
     return value
 
 
@@ -39,7 +39,7 @@ def merge_media_kwargs(processor: Mapping[str, Any], media_io: Mapping[str, Any]
     if unknown := sorted(media_io.keys() - {"video"}):
         raise invalid("media_io_kwargs", f"{unknown[0]!r:.50} is not supported, only video is")
     if not isinstance(video, Mapping) or video.keys() - {"num_frames", "fps"}:
-        raise invalid("media_io_kwargs", f"video must be an object with num_frames or fps; it is {video!r:.80}")
+        raise invalid("media_io_kwargs", f"video must be an object with num_frames or fps, is {video!r:.80}")
     sampling = {name: value for name, value in video.items() if value != -1}
     if video.get("num_frames") == -1 and not sampling:
         sampling = {"do_sample_frames": False}

@@ -131,7 +131,7 @@ def read_count(kwargs: Mapping[str, Any], name: str, default: int, largest: int 
     if value is None:
         return default
     if type(value) is not int or not 1 <= value <= largest:
-        message = f"{name} must be an integer from 1 to {largest}; it is {value!r:.50}"
+        message = f"{name} must be an integer from 1 to {largest}, is {value!r:.50}"
         raise invalid("mm_processor_kwargs", message, largest)
     return value
 

@@ -84,10 +84,10 @@ class VideoProcessor(msgspec.Struct, frozen=True, kw_only=True):
             changes |= {"fps": fps, "num_frames": num_frames}
         whole = [value for name, value in changes.items() if name != "fps" and value is not None]
         if not all(type(value) is int and 1 <= value <= MAX_VALUE for value in whole):
-            message = f"numbers of pixels and frames must be integers of at least 1; they are {whole!r:.80}"
+            message = f"numbers of pixels and frames must be integers of at least 1, are {whole!r:.80}"
             raise invalid("mm_processor_kwargs", message, 1)
         if fps is not None and not (isinstance(fps, int | float) and 0 < fps < math.inf):
-            raise invalid("mm_processor_kwargs", f"fps must be more than 0; it is {fps!r:.50}", 0)
+            raise invalid("mm_processor_kwargs", f"fps must be more than 0, is {fps!r:.50}", 0)
         return msgspec.structs.replace(self, **changes)
 
     def sample(self, total: int, fps: float) -> list[int]:

@@ -28,7 +28,7 @@ def process_frames(value: Any, processor: VideoProcessor, max_pixels: int) -> Vi
     frames, metadata = value if isinstance(value, tuple) and len(value) == 2 else (value, {})
     if not isinstance(metadata, Mapping) or not hasattr(frames, "__len__") or getattr(frames, "ndim", 4) != 4:
         kind = type(frames).__name__
-        message = f"must be a uint8 array [frames, height, width, 3], a list of images, or bytes; it is a {kind}"
+        message = f"must be a uint8 array [frames, height, width, 3], a list of images, or bytes, is a {kind}"
         raise invalid("video", message)
     if not (count := len(frames)):
         raise invalid("video", "has no frames")
@@ -54,6 +54,6 @@ def _read_metadata(metadata: Mapping[str, Any], count: int) -> tuple[float, int,
     except (TypeError, ValueError, OverflowError) as error:
         raise invalid("video", f"has invalid metadata: {error}") from error
     if not 0 < fps < math.inf or (indices and (len(indices) != count or not 0 <= min(indices) <= max(indices) < total)):
-        given = f"fps {fps:g}, total_num_frames {total}, {len(indices)} frames_indices"
-        raise invalid("video", f"has metadata that do not match its {count} frames: {given}")
+        given = f"fps {fps:g}, total_num_frames {total}, {len(indices)} frames_indices for {count} frames"
+        raise invalid("video", f"has metadata that do not match its frames: {given}")
     return fps, total if indices else count, indices

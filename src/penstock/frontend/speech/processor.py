@@ -46,7 +46,7 @@ class SpeechProcessor:
         text = f" {prompt.strip()}" if prompt and prompt.strip() else ""
         ids = self._tokenizer.encode(text, add_special_tokens=False) if text else []
         if any(token >= tokens.eos for token in ids):
-            raise invalid("prompt", "contains the text of a special token (<|…|>): remove it")
+            raise invalid("prompt", "contains a special token (<|…|>): remove it")
         if words and not tokens.alignment_heads:
             message = "word timestamps need alignment_heads in generation_config.json, which this model lacks"
             raise PenstockError(Code.UNSUPPORTED, f"timestamp_granularities: {message}", "timestamp_granularities")

@@ -174,6 +174,6 @@ def truncate(token_ids: list[int], request: PromptRequest, max_tokens: int, side
     if limit is None:
         return token_ids
     if limit == 0:
-        raise invalid("truncate_prompt_tokens", "must be at least 1, or -1 for the maximum that fits; it is 0", 1)
+        raise invalid("truncate_prompt_tokens", "must be at least 1, or -1 for the maximum that fits, is 0", 1)
     max_tokens = max(max_tokens, 1) if limit == -1 else limit
     return token_ids[:max_tokens] if (request.truncation_side or side) == "right" else token_ids[-max_tokens:]

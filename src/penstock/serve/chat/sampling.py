@@ -129,7 +129,7 @@ def forced_tool_call(request: ChatRequest, tool_format: ToolCallFormat | None) -
             parameters = _restrict(field, {"properties": {}} | parameters)
         if parameters["type"] != "object":
             kind = parameters["type"]
-            raise invalid(f"{field}.type", f"must be object for forced tool calls; it is {kind!r:.50}")
+            raise invalid(f"{field}.type", f"must be object for forced tool calls, is {kind!r:.50}")
         if tool.function.name in known:
             raise invalid(f"tools[{i}].function.name", f"{tool.function.name!r} is defined twice: use unique names")
         check_schema(field, parameters)

@@ -75,7 +75,7 @@ def check_head(raw: bytes) -> Head:
         raise FramingError(f"headers: Host must occur once, but occurs {hosts} times")
     if len(lengths) > 1 or (lengths and not LENGTH.fullmatch(lengths[0])):
         given = _quoted(b", ".join(lengths))
-        raise FramingError(f"headers: Content-Length must occur once and be a decimal number; it is {given}")
+        raise FramingError(f"headers: Content-Length must occur once and be a decimal number, is {given}")
     if encodings:
         if lengths:
             raise FramingError("headers: Content-Length and Transfer-Encoding cannot be combined; send only one")

@@ -22,7 +22,7 @@ def page_query(raw_request: Request, maximum: int) -> PageQuery:
     query = raw_request.query_params
     limit = read_decimal(query.get("limit", str(DEFAULT_LISTED)), maximum)
     if not limit:
-        raise invalid("limit", f"must be 1 to {maximum}; it is {query.get('limit', '')!r:.50}", maximum)
+        raise invalid("limit", f"must be 1 to {maximum}, is {query.get('limit', '')!r:.50}", maximum)
     return PageQuery(limit, query.get("after", ""), query.get("order") == "asc")
 
 

@@ -37,10 +37,10 @@ class PanAndScan:
         """Apply the given options that are not None. Raises ``PenstockError`` (``invalid``) for invalid values."""
         ratio, enabled = given.get("pan_and_scan_min_ratio_to_activate"), given.get("do_pan_and_scan")
         if ratio is not None and not (isinstance(ratio, int | float) and 0 < ratio < math.inf):
-            message = f"pan_and_scan_min_ratio_to_activate must be more than 0; it is {ratio!r:.50}"
+            message = f"pan_and_scan_min_ratio_to_activate must be more than 0, is {ratio!r:.50}"
             raise invalid("mm_processor_kwargs", message, 0)
         if not isinstance(enabled, bool | None):
-            raise invalid("mm_processor_kwargs", f"do_pan_and_scan must be true or false; it is {enabled!r:.50}")
+            raise invalid("mm_processor_kwargs", f"do_pan_and_scan must be true or false, is {enabled!r:.50}")
         return PanAndScan(
             self.enabled if enabled is None else enabled,
             read_count(given, "pan_and_scan_min_crop_size", self.min_size),

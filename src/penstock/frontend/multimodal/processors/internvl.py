@@ -42,11 +42,11 @@ class InternVLProcessor(ImageProcessor):
         check_kwargs(kwargs, ("crop_to_patches", "min_patches", "max_patches"))
         tiled = kwargs.get("crop_to_patches")
         if not isinstance(tiled, bool | None):
-            raise invalid("mm_processor_kwargs", f"crop_to_patches must be true or false; it is {tiled!r:.50}")
+            raise invalid("mm_processor_kwargs", f"crop_to_patches must be true or false, is {tiled!r:.50}")
         smallest = read_count(kwargs, "min_patches", self.min_tiles, MAX_TILES)
         largest = read_count(kwargs, "max_patches", self.max_tiles, MAX_TILES)
         if smallest > largest:
-            message = f"min_patches must be at most max_patches ({largest}); it is {smallest}"
+            message = f"min_patches must be at most max_patches ({largest}), is {smallest}"
             raise invalid("mm_processor_kwargs", message, largest)
         return replace(self, tiled=self.tiled if tiled is None else tiled, min_tiles=smallest, max_tiles=largest)
 

@@ -37,7 +37,7 @@ class PixtralProcessor(ImageProcessor):
         if kwargs.get("size") is None:
             return self
         if not isinstance(kwargs["size"], Mapping) or kwargs["size"].keys() != {"longest_edge"}:
-            raise invalid("mm_processor_kwargs", f"size must have only longest_edge; it is {kwargs['size']!r:.50}")
+            raise invalid("mm_processor_kwargs", f"size must have only longest_edge, is {kwargs['size']!r:.50}")
         longest = read_count(kwargs["size"], "longest_edge", 0)
         return replace(self, size=(longest, longest))
 

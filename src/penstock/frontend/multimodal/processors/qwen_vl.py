@@ -101,7 +101,7 @@ def read_pixel_limits(given: Mapping[str, Any], smallest: Any, largest: Any) -> 
     """Smallest and largest number of pixels, from ``min_pixels`` and ``max_pixels``; where absent, from ``size``."""
     size = given.get("size") or {}
     if not isinstance(size, Mapping):
-        raise invalid("mm_processor_kwargs", f"size must have shortest_edge and longest_edge; it is {size!r:.50}")
+        raise invalid("mm_processor_kwargs", f"size must have shortest_edge and longest_edge, is {size!r:.50}")
     smallest = size.get("shortest_edge", size.get("min_pixels", smallest))
     largest = size.get("longest_edge", size.get("max_pixels", largest))
     by_name = given.get("min_pixels"), given.get("max_pixels")
