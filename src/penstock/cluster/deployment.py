@@ -47,7 +47,7 @@ def with_rank_tables(configuration: Configuration) -> Configuration:
             raise invalid(LOCAL, f"has {_describe(own)}, but {GLOBAL} has {_list(scheduler)}: they must be the same")
         return _router(configuration, own, prefill, decode)
     if own not in (*prefill, *decode):
-        raise invalid(LOCAL, f"{_describe(own)} is not in {GLOBAL}, whose instances are {_list([*prefill, *decode])}")
+        raise invalid(LOCAL, f"{_describe(own)} is not in {GLOBAL}, which lists {_list([*prefill, *decode])}")
     return _instance(configuration, table, own, "prefill" if own in prefill else "decode")
 
 

@@ -83,8 +83,8 @@ def combine(groups: Iterable[Iterable[Server]]) -> Global:
 
 
 def read(path: Path, option: str = "global_ranktable_list") -> Global:
-    """Read a global table. Raises ``PenstockError`` (``invalid``), naming ``option``, for an unreadable or inconsistent
-    one."""
+    """Read a global table. Raises ``PenstockError`` (``invalid``), naming ``option``, if the table is unreadable or
+    inconsistent."""
     try:
         result = msgspec.json.decode(path.read_bytes(), type=Global)
     except (OSError, ValueError) as error:

@@ -45,7 +45,7 @@ class ResponseFormats(NamedTuple):
 
 @lru_cache(16)
 def _response_formats(options: ModelOptions, template: str) -> ResponseFormats:
-    uses_tools = re.search(r"\btools\b", template) is not None  # otherwise the model would never see the tools
+    uses_tools = re.search(r"\btools\b", template) is not None  # a template without tools hides them from the model
     tools = tool_call_format(options.tool_call_parser, template) if uses_tools else None
     return ResponseFormats(tools, reasoning_format(options.reasoning_parser, template))
 
@@ -220,7 +220,7 @@ class ChatRenderer:
             stage = initial_stage(reasoning, prompt, (continued_text(messages[-1]) or "") if continued else "")
         if not allow_tool_calls:
             return ParserConfig(reasoning, stage, continued)
-        if tools and tools.allow_unmarked and not options.get("tools"):  # without tools, JSON is content
+        if tools and tools.allow_unmarked and not options.get("tools"):  # without tools, unmarked JSON is content
             tools = replace(tools, allow_unmarked=False)
         return ParserConfig(reasoning, stage, continued, tools, _schemas(options.get("tools")))
 

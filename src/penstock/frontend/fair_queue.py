@@ -49,7 +49,7 @@ class FairQueue:
             turns = self._waiting.pop(client)
             turn = turns.popleft()
             if turns:
-                self._waiting[client] = turns  # its next turn is after the other clients
+                self._waiting[client] = turns  # this client's next turn is after the other clients'
             if not turn.done():
                 turn.set_result(None)
                 asyncio.get_running_loop().call_soon(self._grant)

@@ -27,7 +27,7 @@ from .prompts import Messages, Prompt, TokenizedPrompt
 T = TypeVar("T")
 
 MAX_INLINE_SIZE = 8192
-"""Longest prompt, in characters, that is encoded in the event loop; longer ones are encoded in a thread."""
+"""Longest prompt, in characters, that is encoded in the event loop; longer prompts are encoded in a thread."""
 FILE_SIZE = 16
 """Number of characters added to the size of each file of an infill prompt: even an empty file takes time to encode."""
 NUM_ENCODE_THREADS = 2
@@ -228,7 +228,7 @@ class Gateway(Steps):
             if not 0 <= timeout < math.inf:
                 raise invalid("timeout", f"must be a finite number of seconds, at least 0, is {timeout}", 0)
             deadline = arrived + timeout
-        name = str(next(self._ids))  # id for the engine, since request_id need not be unique
+        name = str(next(self._ids))  # the engine's id must be unique, unlike request_id
         processor = self.input_processor.create_output_processor(
             name,
             prompt,

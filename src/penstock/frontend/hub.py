@@ -63,7 +63,7 @@ def resolve(
 
     Raises ``PenstockError``: ``not_found`` for a name or revision that the hub does not have, or that is not cached
     while ``HF_HUB_OFFLINE`` is set; ``invalid`` for a missing path, a malformed name, a model that the token does not
-    give access to, a folder whose download is incomplete, or a cache that cannot be written; ``unavailable`` if the hub
+    give access to, an incomplete download, or a cache that cannot be written; ``unavailable`` if the hub
     cannot be reached.
     """
     if not model:

@@ -72,7 +72,7 @@ class InputProcessor:
         self._options = options
         self._check_types = check_types
         self.default_max_tokens = min(MAX_TOKENS, max_output_len or MAX_TOKENS)
-        """``max_tokens`` of a completion request without one."""
+        """Default of ``max_tokens`` of a completion request."""
         source = Path(options.tokenizer or folder)
         template = _template(options.chat_template, source)
         self.tokenizer: Tokenizer
@@ -211,7 +211,7 @@ class InputProcessor:
             sampling = sampling.replace(bad_word_ids=sampling.bad_word_ids + tuple(map(tuple, bad_words)))
         internal_logprobs = sampling.num_returned > sampling.n and sampling.logprobs is None
         if internal_logprobs:
-            sampling = sampling.replace(logprobs=0)  # needed to rank the sequences of best_of
+            sampling = sampling.replace(logprobs=0)  # best_of ranks sequences by their logprobs
         reasoning_span = self._reasoning_span(sampling, prompt.parser_config)
         if reasoning_span is None and (limit := sampling.response_max_tokens) is not None:
             sampling = sampling.replace(max_tokens=min(limit, sampling.max_tokens or limit))

@@ -260,7 +260,7 @@ class LLM(PoolingLLM):
         bar = tqdm(total=len(processors), desc="requests", unit="request", disable=not use_tqdm)
         collecting = gc.get_freeze_count() == 0
         if collecting:
-            gc.freeze()  # so that collections do not traverse long-lived objects
+            gc.freeze()  # exclude long-lived objects from garbage collection
         try:
             while following or self.engine.busy:
                 while following and self.engine.try_add(following.request):

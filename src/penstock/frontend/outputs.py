@@ -242,7 +242,7 @@ class Loglikelihood:
 
     @classmethod
     def of(cls, output: RequestOutput, start: int) -> Loglikelihood:
-        """Convert an output with ``prompt_logprobs`` whose prompt has the continuation from token ``start`` on.
+        """Convert an output with ``prompt_logprobs``. Its prompt contains the continuation, from token ``start`` on.
 
         Raises ``PenstockError`` if the request failed.
         """

@@ -37,7 +37,7 @@ def as_checkpoint_folder(weights: NamedTensors | str | Path, model: str) -> Iter
     temporary folder in shared memory.
 
     Args:
-        model: folder of the served model, whose configuration is added to the tensors; empty: the built-in model.
+        model: folder of the served model; its configuration is added to the tensors. Empty: the built-in model.
 
     Raises ``PenstockError`` if a tensor is given twice, or shared memory has too little space.
     """

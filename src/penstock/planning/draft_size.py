@@ -89,9 +89,8 @@ def _eagle(raw: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], method: 
         own = hidden * int(raw.get("draft_vocab_size") or size.head_weights // hidden) if _has(shapes, LM_HEAD) else 0
         own += size.head_weights if EMBEDDING in shapes else 0
     heads = int(raw.get("num_attention_heads") or hidden // size.kv_dim)
-    wider = (
-        hidden * size.kv_dim * (heads + 2 * size.num_kv_heads) if method == "eagle3" else 0
-    )  # q, k, v of a second input
+    # The q, k and v projections of EAGLE-3 read a second input.
+    wider = hidden * size.kv_dim * (heads + 2 * size.num_kv_heads) if method == "eagle3" else 0
     return replace(
         size, layer_weights=size.layer_weights + inputs * hidden + wider, embedding_weights=own, head_weights=own
     )

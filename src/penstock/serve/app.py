@@ -62,7 +62,7 @@ from .models.served_models import ServedModels
 from .web import PAGE_PATHS
 from .web import add_routes as add_web_routes
 
-if TYPE_CHECKING:  # these modules need an optional dependency
+if TYPE_CHECKING:  # these modules import SQLAlchemy (extra storage)
     from .storage.conversations import ConversationStore
     from .storage.responses import ResponseStore
     from .storage.usage import Usage

@@ -40,7 +40,7 @@ class Family(NamedTuple):
 
 
 def _one(value: Callable[[Stats], float]) -> Callable[[Stats, EngineOptions], Samples]:
-    """Function that returns one sample whose only label is the model name."""
+    """Function that returns one sample, with the model name as its only label."""
     return lambda stats, options: [((), value(stats))]
 
 
@@ -62,7 +62,7 @@ def _field(field: str) -> Callable[[Stats], float]:
 GAUGES: dict[str, tuple[str, Callable[[Stats], float]]] = {
     "num_requests_running": ("Sequences that the engine is computing.", _field("running")),
     "num_requests_waiting": ("Sequences waiting to be scheduled.", _field("waiting")),
-    "num_requests_swapped": ("Preempted sequences whose KV blocks are in host memory.", _field("num_swapped")),
+    "num_requests_swapped": ("Preempted sequences with their KV blocks in host memory.", _field("num_swapped")),
     "kv_cache_usage_perc": (
         "Fraction of the KV cache blocks in use, 0 to 1.",
         lambda stats: stats.blocks_used / max(stats.blocks, 1),
@@ -98,7 +98,7 @@ KV_TRANSFER_COUNTERS = {
     "transfers": "KV transfers started by decode engines.",
     "completed": "KV transfers that completed.",
     "failed": "KV transfers that failed.",
-    "recomputed": "Requests whose prompts a decode engine computed because the KV transfer failed.",
+    "recomputed": "Requests with a prompt that the decode engine computed because the KV transfer failed.",
     "seconds": "Time of completed KV transfers, including queueing and computation in the prefill engine.",
     "bytes_received": "Bytes of KV received from prefill engines.",
     "bytes_sent": "Bytes of KV sent to decode engines over TCP.",
@@ -119,7 +119,10 @@ OFFLOAD_COUNTERS = {
     "kv_offload_disk_read_bytes": ("disk_bytes_read", "Bytes of cached prefixes read from disk."),
     "kv_offload_disk_write_bytes": ("disk_bytes_written", "Bytes of cached prefixes written to disk."),
     "kv_offload_disk_evictions": ("disk_evictions", "Files of cached prefixes deleted to free disk space."),
-    "kv_offload_disk_read_failures": ("disk_read_failures", "Damaged files, and reads that timed out."),
+    "kv_offload_disk_read_failures": (
+        "disk_read_failures",
+        "Failed reads of cached prefixes from disk: damaged files and timeouts.",
+    ),
     "kv_offload_disk_write_failures": ("disk_write_failures", "KV blocks that could not be written to disk."),
 }
 """Field of ``Stats`` (without ``offload_``) and description of each counter, by name."""

@@ -116,7 +116,7 @@ def _lora_requests(engines: Mapping[str, tuple[Stats, EngineOptions]]) -> Metric
 
 
 def _sleep_state(engines: Mapping[str, tuple[Stats, EngineOptions]]) -> Metric:
-    """Sleep state of the engines. Other metrics do not distinguish a sleeping engine from an idle one."""
+    """Sleep state of the engines. Other metrics do not distinguish a sleeping engine from an idle engine."""
     family = GaugeMetricFamily(
         "vllm:engine_sleep_state",
         "1 for the current state of the engine: awake, weights_offloaded (KV cache freed) or discard_all (KV cache and "

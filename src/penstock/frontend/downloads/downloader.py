@@ -33,7 +33,7 @@ RETRY_DELAYS = (0.0, 1.0, 2.0, 4.0)
 MAX_FILE_ATTEMPTS = 3
 """Maximum number of times that a file with a wrong hash is fetched again."""
 MAX_PAUSE = 120.0
-"""Longest ``Retry-After`` of a source, in seconds, that is waited for; a longer one is an error."""
+"""Longest ``Retry-After`` of a source, in seconds, that is waited for; a longer wait is an error."""
 STOP_TIMEOUT = 2.0
 """Seconds to wait, after a thread has failed, until the other threads have recorded their progress."""
 
@@ -72,9 +72,8 @@ def fetch(
     """
     try:
         while missing := [file for file in files if not destination.has(file)]:
-            unique = {
-                destination.partial_path(file): file for file in missing
-            }  # files with the same content share a path
+            # Files with the same content share a path.
+            unique = {destination.partial_path(file): file for file in missing}
             partials = {file: PartialFile(path, file) for path, file in unique.items()}
             check_disk_space(destination.folder, sum(partial.space_needed for partial in partials.values()))
             _Download(source, destination, partials, len(files), progress).run(max_workers)
@@ -240,7 +239,7 @@ class _FileTransfer:
         return parts or [(0, 0)]
 
     def run_part(self, part: Range) -> None:
-        """Fetch a part. After the last one, check the file and move it to its final path."""
+        """Fetch a part. After the last part, check the file and move it to its final path."""
         with contextlib.suppress(RangesIgnoredError):  # _complete then fetches the whole file
             self._fetch(*part)
         with self.lock:

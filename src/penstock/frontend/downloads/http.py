@@ -41,7 +41,7 @@ class HTTPRanges:
     Args:
         headers: headers for the first URL, and for redirects within its origin.
         max_connections: number of idle connections to keep open.
-        explain: returns the error to raise for a response whose status shows that a retry is useless.
+        explain: returns the error to raise for a response with a status that makes a retry useless.
     """
 
     def __init__(

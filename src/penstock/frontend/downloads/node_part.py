@@ -58,8 +58,8 @@ def weight_files_of_node(folder: Path, options: EngineOptions) -> Callable[[str]
     def is_needed(name: str) -> bool:
         layer = LAYER.search(name)
         if not layer:
-            return at_an_end  # embedding, final norm and language model head
-        return min(int(layer[1]), size.num_layers - 1) in layers  # multi-token prediction layers: last stage
+            return at_an_end  # embedding, final norm and LM head
+        return min(int(layer[1]), size.num_layers - 1) in layers  # MTP layers belong to the last stage
 
     needed = {file for name, file in tensors.items() if is_needed(name)}
     known = set(tensors.values())

@@ -85,7 +85,7 @@ class PackageIndex:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 before = self._wheels()
                 for paths in before.values():
-                    if len(paths) > 1:  # a killed process left several
+                    if len(paths) > 1:  # a killed process has left several wheels
                         _delete(paths)
                 known = {path for paths in before.values() for path in paths if path.exists()}
                 self._run_pip()

@@ -83,7 +83,7 @@ def resolve_name(name: ModelName, selection: Selection, options: DownloadOptions
 
 
 def _cached_files(folder: Path, selection: Selection, source: str) -> list[RemoteFile]:
-    """Selected files in a cache folder; empty if one is missing."""
+    """Selected files in a cache folder; empty if a selected file is missing."""
     manifest = read_manifest(folder)
     files = selection.select(manifest.listing, source) if manifest else []
     return files if LocalFolder(folder).complete(files) else []

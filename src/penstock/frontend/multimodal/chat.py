@@ -20,7 +20,7 @@ KINDS = {
 }
 """Kind of media, and name of the field with the image or video, by type of content part."""
 BY_URL = ("image_url", "input_image", "video_url")
-"""Types of content parts whose value is a URL."""
+"""Types of content parts with a URL as value."""
 
 
 def split_media(

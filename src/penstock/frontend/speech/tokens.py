@@ -16,7 +16,7 @@ from .languages import NAMES
 
 LANGUAGE = re.compile(r"<\|(\w+)\|>")
 MULTILINGUAL_SIZE = 51_865
-"""Smallest vocabulary size of multilingual Whisper models; English-only ones have 51,864 tokens."""
+"""Smallest vocabulary size of multilingual Whisper models; English-only models have 51,864 tokens."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class SpeechTokens:
     start: int
     """``<|startoftranscript|>``."""
     eos: int
-    """``<|endoftext|>``. Text tokens have smaller ids, special tokens larger ones."""
+    """``<|endoftext|>``. Text tokens have smaller ids, other special tokens have larger ids."""
     no_timestamps: int
     """``<|notimestamps|>``. The next id is the timestamp of 0 seconds."""
     previous: int | None

@@ -1,4 +1,4 @@
-"""Transcription of a recording in windows. Each window starts where the last complete segment of the previous one ends
+"""Transcription of a recording in windows. Each window starts at the end of the last complete segment before it
 (Radford et al., 2022, section 3.8, and OpenAI's implementation)."""
 
 from __future__ import annotations

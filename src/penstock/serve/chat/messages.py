@@ -154,8 +154,8 @@ def messages_of(messages: list[Message], images: bool = False) -> list[dict[str,
     """Convert messages to template input: content as one text, arguments of calls as objects.
 
     Args:
-        images: messages may contain images and videos; the content of such a message is a list of parts. The chat
-            template determines for which roles they are rendered.
+        images: messages may contain images and videos; the content of a message with media is a list of parts. The
+            chat template determines for which roles media are rendered.
 
     Raises ``PenstockError``: ``unsupported`` for content other than text, images and videos; ``invalid`` if the
     arguments of all calls have too many elements.

@@ -39,7 +39,7 @@ def sampling_of(request: GenerationRequest, defaults: SamplingParams, **override
 
     Args:
         defaults: values of absent fields.
-        overrides: values whose field names differ between chats and completions.
+        overrides: values of fields that chats and completions name differently.
     """
     given = {name: value for name in SHARED_FIELDS if (value := getattr(request, name)) is not None}
     for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):

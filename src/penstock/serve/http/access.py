@@ -41,7 +41,7 @@ class Access(Enum):
 class OriginPolicy:
     """Rejects requests that a browser sends for a page of another site (CSRF), if no API key is required.
 
-    - A page whose ``Origin`` is in ``allowed`` may call every route. ``*`` has no effect here.
+    - A page with an ``Origin`` in ``allowed`` may call every route. ``*`` has no effect here.
     - Any other ``Origin`` must be the server's origin. Without ``Origin``, ``Sec-Fetch-Site`` must not name another
       site. If a browser sends a GET that changes the server, ``Sec-Fetch-Site`` or ``Referer`` must show the same
       origin, because image requests of other sites have no ``Origin``.
@@ -128,7 +128,7 @@ class OriginPolicy:
         )
 
     def _option(self, origin: str) -> str:
-        """Advice to allow an origin in addition to the current ones."""
+        """Advice to allow an origin in addition to the allowed origins."""
         return f"start the server with --allowed-origins '{','.join([*self._origins, origin])}'"
 
 

@@ -190,7 +190,7 @@ class ElementCount:
         """Count a text. Raises ``PenstockError`` (``invalid``) if all texts together exceed ``MAX_OBJECTS``,
         ``MAX_MEMBERS`` or ``MAX_VALUES``, or a non-ASCII string exceeds ``MAX_WIDE_TEXT``."""
         in_string, rest = False, b""
-        string_size, is_wide = 0, False  # of the string that the chunk ends in
+        string_size, is_wide = 0, False  # they describe the string at the end of the chunk
         for start in range(0, len(text), CHUNK_SIZE):
             chunk = rest + text[start : start + CHUNK_SIZE]
             rest = b"\\" if (len(chunk) - len(chunk.rstrip(b"\\"))) % 2 else b""
@@ -306,7 +306,7 @@ def convert(fields: dict[str, Any], schema: type[T], unknown: UnknownFields, lax
         if message.startswith("Invalid enum value") and (known := literals_at(schema, field)):
             value = message.removeprefix("Invalid enum value ")
             message = f"{value} is not one of {', '.join(msgspec.json.encode(one).decode() for one in known)}"
-        missing_field = re.search(r"field `(\w+)`", message)  # missing or unknown field
+        missing_field = re.search(r"field `(\w+)`", message)  # msgspec quotes a missing or unknown field
         raise invalid(field or (missing_field[1] if missing_field else "body"), message) from error
 
 

@@ -88,7 +88,7 @@ def check_head(raw: bytes) -> Head:
 
 
 def substitute_head(raw: bytes) -> bytes:
-    """Build a valid head from a rejected one: its method, path, and well-formed header fields unrelated to framing.
+    """Build a valid head from a rejected head: method, path, and well-formed header fields unrelated to framing.
     ``GET /`` if the request line is malformed."""
     first, *lines = raw.split(b"\r\n")
     matched = REQUEST_LINE.fullmatch(first)

@@ -239,7 +239,7 @@ class ApiKeyMiddleware:
             return
         headers = Headers(scope=scope)
         given = headers.get("authorization") or headers.get("x-api-key") or ""
-        client = self._keys.client_of(given.encode("latin-1"))  # undo the header's decoding
+        client = self._keys.client_of(given.encode("latin-1"))  # headers were decoded as latin-1
         if client is None:
             await self._refuse(scope, send)
             return

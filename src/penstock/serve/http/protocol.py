@@ -190,7 +190,7 @@ class Protocol(HttpToolsProtocol):
             if self._flow.held:
                 self._flow.held = False
                 self.flow.resume_reading()
-        if not self._busy and self.cycle and not self.transport.is_closing():  # a body has ended after its response
+        if not self._busy and self.cycle and not self.transport.is_closing():  # the body has ended after its response
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )

@@ -185,7 +185,7 @@ def without_secrets(failure: Failure) -> Failure:
 
 
 async def _disconnected(receive: Receive) -> None:
-    """Wait until the client has disconnected, or the rest of its body is malformed."""
+    """Wait until the client has disconnected, or has sent a malformed rest of the body."""
     with suppress(PenstockError):
         while (await receive())["type"] != "http.disconnect":
             pass

@@ -75,7 +75,7 @@ class UnknownFields:
             place = path + name[:100]
             raise invalid(place, f"no such field{did_you_mean(name[:100], known)}")
         kind, name = path if kind is None else kind, name[:MAX_NAME]
-        if kind + name in self._seen:  # reported for another element of the list
+        if kind + name in self._seen:  # already reported for another list element
             return
         if len(self._seen) == MAX_FIELDS:
             self._more = True
@@ -132,7 +132,7 @@ def _constrains(name: str, value: Any) -> bool:
     """Check whether the value of an unknown field of ``CONSTRAINTS`` constrains the answer."""
     if value in (None, False, "", {}, [], "text", "text/plain") or value == {"type": "text"}:
         return False
-    if name in ("text", "output_config", "generationConfig"):  # objects with a field that is a constraint
+    if name in ("text", "output_config", "generationConfig"):  # these objects constrain the answer by a field
         return isinstance(value, dict) and any(_constrains(inner, value[inner]) for inner in CONSTRAINTS & value.keys())
     return name != "format" or value == "json" or isinstance(value, dict)
 

@@ -98,7 +98,7 @@ class ModelManager:
         await service.gateway.engine_pool.synchronize()
 
     def refuse(self, failure: Failure) -> None:
-        """Fail open requests with ``failure``, and reject new ones."""
+        """Fail open requests with ``failure``, and reject new requests."""
         for gateway in self._gateways.values():
             gateway.engine_pool.stop_serving(failure)
 

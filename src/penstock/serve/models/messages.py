@@ -71,8 +71,8 @@ class ApiProcessStart(msgspec.Struct, frozen=True, kw_only=True):
     """Index of the API process, from 0."""
     configuration: Configuration
     sockets: tuple[int, ...]
-    """File descriptors of listening sockets: the first serves every path (unless ``port`` is -1), the others health and
-    metrics only."""
+    """File descriptors of listening sockets: the first socket serves every path (unless ``port`` is -1), the other
+    sockets serve health and metrics only."""
     grpc_address: str = ""
     """Host and port for gRPC, reserved by the supervisor; empty: no gRPC."""
 

@@ -181,7 +181,7 @@ class ApiProcesses:
                     task.add_done_callback(self._tasks.discard)
 
     async def _kill_if_hung(self, process: ApiProcess, timeout: float) -> None:
-        """Kill a process whose event loop has not run for ``timeout`` seconds; 0: never."""
+        """Kill a process if its event loop has not run for ``timeout`` seconds; 0: never."""
         interval = min(timeout / 4, 1.0)
         last_check = since = time.monotonic()
         while timeout:

@@ -34,7 +34,8 @@ class SupervisedModels:
 
     Args:
         models: all models, loaded or not.
-        fetch: returns a configuration whose ``engine.model`` is a local folder; may download for a long time.
+        fetch: downloads the model if needed, which may take long; returns the configuration with a local folder as
+            ``engine.model``.
         api_processes: the API processes; every change is sent to them.
         instances: remote instances that answer requests instead of local engines (``--role router``), or compute
             prompts for the local engines.

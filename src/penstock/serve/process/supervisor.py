@@ -44,7 +44,7 @@ class Supervisor:
     Args:
         configuration: configuration of the server; its ``server`` section applies to all models.
         models: all models, loaded or not.
-        fetch: returns a configuration whose ``engine.model`` is a local folder; downloads the model if needed.
+        fetch: downloads the model if needed; returns the configuration with a local folder as ``engine.model``.
         started: start time of the command, on the monotonic clock.
     """
 
@@ -190,7 +190,7 @@ def listening_sockets(options: ServerOptions) -> Iterator[list[socket.socket]]:
     """
     ports = {"port": options.port, "health_port": options.health_port, "metrics_port": options.metrics_port}
     if options.health_port == options.metrics_port > 0:
-        del ports["metrics_port"]  # one listener for both options
+        del ports["metrics_port"]  # one listener serves both options
     with contextlib.ExitStack() as stack:
         enabled = [(name, port) for name, port in ports.items() if port >= 0]
         yield [stack.enter_context(_listen(options.host, port, name)) for name, port in enabled]
@@ -204,9 +204,8 @@ def _listen(host: str, port: int, name: str, listen: bool = True) -> socket.sock
             return socket.create_server(address, family=family, backlog=BACKLOG)
         bound = socket.socket(family, socket.SOCK_STREAM)
         try:
-            bound.setsockopt(
-                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-            )  # connections of a previous server may be in TIME_WAIT
+            # Connections of a previous server may be in TIME_WAIT.
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         except OSError:

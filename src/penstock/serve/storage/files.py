@@ -116,7 +116,7 @@ class FileStore(Store):
         now = time.time()
         expires = now + min(self._retention, lifetime or self._retention)
         values = {"id": name, "owner": owner, "created": now, "expires": expires}
-        connection.execute(delete(FILES).where(FILES.c.id == name))  # from a process that was killed later
+        connection.execute(delete(FILES).where(FILES.c.id == name))  # a killed process may have left a row
         connection.execute(insert(FILES).values(**values, name=filename[:1024], purpose=purpose[:64], size=size))
         return StoredFile(name, size, int(now), filename, purpose, int(expires))
 

@@ -105,7 +105,7 @@ class OneVisionProcessor(ImageProcessor):
         return self
 
     def __call__(self, image: Image, num_images: int = 1) -> ImageInput:
-        """Resize the image to a thumbnail, followed by tiles of the image if it is the only one in the prompt."""
+        """Resize the image to a thumbnail, followed by tiles of the image if the prompt has no other image."""
         from PIL import Image as pillow
 
         if num_images > 1:
