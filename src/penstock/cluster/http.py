@@ -25,7 +25,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """An engine of an instance."""
 
     address: str
-    """Address for routers, host:port; the host may stand for all addresses of the instance (0.0.0.0)."""
+    """Address for routers, host:port; the host may be the wildcard address (0.0.0.0)."""
     role: str
 
 

@@ -132,7 +132,7 @@ class ChatRenderer:
             self._media.check(sources)
 
         async def encoded(messages: Messages) -> tuple[str, list[int]]:
-            """Text and token ids, with one placeholder per image and video."""
+            """Text and token ids of the chat, with one placeholder per image and video."""
             text = await self.text(messages, options, steps, size, template, client)
             steps.check_length(text)
             encode = partial(self._tokenizer.encode, text, add_special_tokens)
@@ -188,7 +188,7 @@ class ChatRenderer:
         """Formats of tool calls and reasoning with a chat template.
 
         Args:
-            template: None: the model's template.
+            template: chat template; None: the model's template.
             tools: choose the model's template for chats with tools.
         """
         if template is not None:

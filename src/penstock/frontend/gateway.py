@@ -110,7 +110,7 @@ class Gateway(Steps):
         """Encode a prompt of the Python interface, and load its images and videos.
 
         Args:
-            timeout: seconds, for prompts that are processed in a thread; None: no limit.
+            timeout: time limit in seconds for prompts that are processed in a thread; None: no limit.
 
         Raises ``PenstockError`` as ``encode``, and with code ``timeout`` if encoding takes longer.
         """
@@ -206,7 +206,7 @@ class Gateway(Steps):
         """Run a request; yields the cumulative output after each step, until it is finished.
 
         A caller that is slower than the engine gets the tokens of several steps at once. If more than ``MAX_QUEUED``
-        are queued, the request's sequences are paused in the engine. Closing the generator aborts the request.
+        tokens are queued, the request's sequences are paused in the engine. Closing the generator aborts the request.
 
         Args:
             request_id: ``request_id`` of the outputs; default: a number.

@@ -1,7 +1,7 @@
 """Checkpoint folder of a GGUF file: configuration and tokenizer files, and links to the file's parts.
 
 The folder is written once, to the cache (``~/.cache/penstock/gguf``). Its name depends on the file's path, size and
-times, so later starts find it without reading the file. It is as large as the tokenizer.
+times, so later starts find it without reading the file. The folder is about as large as the tokenizer.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def resolve_source(model: str | Path, source: ModelOptions, **arguments: Any) ->
 
 
 def _checkpoint_at(path: Path) -> Path:
-    """Checkpoint folder for an existing path. Raises ``PenstockError``."""
+    """Checkpoint folder for an existing path. Raises ``PenstockError`` as ``resolve``."""
     if (path / ".penstock").is_dir():  # the folder is the destination of a download
         from .downloads import missing_files
 

@@ -33,7 +33,8 @@ def read_options(model: str | Path, compat: str, given: Mapping[str, Any]) -> tu
         compat: system that defines the option names and defaults; empty: vLLM.
         given: options by name; None: the option is absent.
 
-    Raises ``PenstockError`` (``invalid``) for an unknown name, with the nearest known one, or a wrong value.
+    Raises ``PenstockError`` (``invalid``) for a wrong value, and for an unknown name; the message then has the
+    nearest known name.
     """
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
     present = {name: value for name, value in plain.items() if value is not None}

@@ -48,8 +48,9 @@ def as_checkpoint_folder(weights: NamedTensors | str | Path, model: str) -> Iter
     from safetensors.torch import save_file  # deferred: imports PyTorch
 
     given = list(weights.items() if isinstance(weights, Mapping) else weights)
-    if twice := next((name for name, count in Counter(name for name, _ in given).items() if count > 1), ""):
-        raise invalid("weights", f"contain two tensors of the same name ({twice})")
+    twice = [name for name, count in Counter(name for name, _ in given).items() if count > 1]
+    if twice:
+        raise invalid("weights", f"contain two tensors of the same name ({twice[0]})")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in given}
     size = sum(tensor.nbytes for tensor in tensors.values())
     if size > (free := shutil.disk_usage(SHARED_MEMORY).free):

@@ -31,7 +31,7 @@ PICKLED_BYTES = 2
 def head_method(folder: Path) -> str:
     """Detect the method of draft heads from their ``config.json``; empty: a complete draft model.
 
-    Raises ``PenstockError`` (``invalid``) if there is no ``config.json``.
+    Raises ``PenstockError`` (``invalid``) if ``config.json`` is missing.
     """
     raw = read_config_json(folder)
     names = [*(raw.get("architectures") or ()), raw.get("model_type"), raw.get("speculators_model_type")]

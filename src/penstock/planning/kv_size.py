@@ -145,8 +145,8 @@ class CachePlan:
         return max(min(int(room / output), MAX_SEQS), 1)
 
     def batch_size(self, prompt: float, output: float) -> int:
-        """PaddleNLP's formula for ``BATCH_SIZE``: number of sequences with these average lengths that fit, at most
-        ``MAX_SEQS``."""
+        """PaddleNLP's formula for ``BATCH_SIZE``: number of sequences with ``prompt`` and ``output`` tokens on average
+        that fit, at most ``MAX_SEQS``."""
         return max(min(int(self.tokens / (prompt + output)), MAX_SEQS), 1)
 
 

@@ -209,7 +209,7 @@ def likeliest(position: PositionLogprobs, maximum: int) -> list[tuple[int, Logpr
 
 
 class SequenceDelta(NamedTuple):
-    """New part of a sequence."""
+    """Text, tokens and logprobs added to a sequence."""
 
     text: str
     token_ids: list[int]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the module imports SQLAlchemy (extra storage)
 
 
 def add_routes(routes: Routes, served_models: ServedModels, usage: Usage | None) -> None:
-    """Add the routes.
+    """Add the routes of health, version and metrics.
 
     Args:
         usage: storage usage, for the metrics; None if storage is off.

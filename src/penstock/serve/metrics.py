@@ -84,7 +84,7 @@ class Metrics:
     """The metrics of a server.
 
     Args:
-        profile_metrics: our name or a derived metric, by the metric's name in the profile's system.
+        profile_metrics: our name or a derived metric, by the metric's name in the system of ``--compat``.
         aliases: option ``metrics_aliases``: metrics that are repeated under vLLM's names.
     """
 
@@ -148,7 +148,7 @@ class Metrics:
         self.trace_spans.labels(outcome=outcome).inc(count)
 
     def record_storage_refusal(self, limit: str) -> None:
-        """Count a rejected request to store something. ``limit`` is a name of ``storage_quota``."""
+        """Count a rejected request to store data. ``limit`` is the exceeded limit, a name of ``storage_quota``."""
         self.storage_refusals.labels(limit=limit).inc()
 
     def page(self, engines: EngineStats, more: Iterable[Metric] = ()) -> bytes:
@@ -162,7 +162,7 @@ class Metrics:
         return encoded
 
     def _derived(self, families: Mapping[str, Metric], engines: EngineStats) -> Iterator[Metric]:
-        """Metrics under the names of the profile's system.
+        """Metrics under the names of the system of ``--compat``.
 
         Args:
             families: our metrics, by name without ``penstock:``.

@@ -36,7 +36,7 @@ def end_http(span: Span, method: str, route: str, status: int, failure: Failure 
     """End the span of an HTTP request.
 
     As in OpenTelemetry's conventions, a 4xx status is not an error of the server. A stream that fails after its status
-    was sent, or that the client leaves, is an error.
+    was sent, or that the client closes, is an error.
 
     Args:
         status: HTTP status; 0: no response was sent.

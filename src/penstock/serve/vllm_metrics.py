@@ -23,7 +23,7 @@ ROUTER_NAMES = {
     "gpu_prefix_cache_hits": "prefix_cache_hits",
     "time_per_output_token_seconds": "inter_token_latency_seconds",
 }
-"""Our name by vLLM's name, without prefixes, of the metrics that routers and autoscalers read, with older names."""
+"""Our name by vLLM's name, without prefixes, of the metrics that routers and autoscalers read, also older ones."""
 OTHER_NAMES = {
     name: name
     for name in (

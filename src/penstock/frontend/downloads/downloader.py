@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 MAX_WORKERS = 8
 """Number of concurrent connections."""
 PART_BYTES = 2**26
-"""Size of a range request."""
+"""Size of a range request in bytes."""
 JOURNAL_BYTES = 2**23
 """Number of bytes after which a part is synced to disk and recorded in the journal."""
 RETRY_DELAYS = (0.0, 1.0, 2.0, 4.0)
@@ -48,7 +48,7 @@ class Destination(Protocol):
         """True if the complete file exists."""
 
     def partial_path(self, file: RemoteFile) -> Path:
-        """Path of the incomplete file, on the same file system."""
+        """Path of the incomplete file, on the file system of the final path."""
 
     def put(self, file: RemoteFile, downloaded: Path) -> None:
         """Move a complete file, which is synced to disk, to its final path."""

@@ -28,7 +28,7 @@ MAX_PAUSE = 10**9
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 """Status codes after which a retry may succeed."""
 STALE = (400, 401, 403, 404, 410)
-"""Status codes of expired signed URLs."""
+"""Status codes after which a cached redirect is dropped: its signed URL may have expired."""
 PERMANENT = (httpx2.UnsupportedProtocol, httpx2.TooManyRedirects, httpx2.InvalidURL, httpx2.DecodingError)
 """Errors after which a retry cannot succeed."""
 

@@ -50,7 +50,7 @@ class HubCache:
 
     @contextmanager
     def filling(self, listing: Listing) -> Iterator[None]:
-        """Context that locks the model; writes the listing first and deletes leftovers at the end. Raises
+        """Context that locks the model; writes the listing first, and deletes leftover partial files at the end. Raises
         ``OSError``."""
         with locked(self._lock):
             tree = _Tree(TREE_VERSION, {file.path: _entry(file) for file in listing.files})

@@ -124,7 +124,7 @@ def resolve_on_hub(
 
     If the hub does not respond or denies access, cached files are used, with a warning.
 
-    Raises ``PenstockError``.
+    Raises ``PenstockError`` if the files can neither be fetched nor found in the cache.
     """
     from huggingface_hub import constants
 
@@ -148,7 +148,7 @@ def fetch_into_cache(
 ) -> tuple[Path, list[RemoteFile]]:
     """Fetch the hub's current version of the selected files; returns their folder in the cache, and the files.
 
-    Raises ``PenstockError``.
+    Raises ``PenstockError`` if the files cannot be listed, fetched or written.
     """
     listing = source.list_files()
     files = selection.select(listing.files, source.name)

@@ -26,8 +26,8 @@ class LocalFolder:
 
     @contextmanager
     def filling(self, source: str, listing: Listing, wanted: Sequence[RemoteFile]) -> Iterator[None]:
-        """Context that locks the folder; writes the manifest first and deletes leftovers at the end. Raises
-        ``OSError``, and ``PenstockError`` (``invalid``) if files of another source would be replaced."""
+        """Context that locks the folder; writes the manifest first, and deletes leftover partial files at the end.
+        Raises ``OSError``, and ``PenstockError`` (``invalid``) if files of another source would be replaced."""
         with locked(self.folder / STATE_FOLDER / LOCK):
             self._begin(source, listing, wanted)
             yield

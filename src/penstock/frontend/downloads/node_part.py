@@ -24,7 +24,7 @@ NEEDED_FIRST = (CONFIG, INDEX)
 
 
 def stages_of_node(options: EngineOptions) -> set[int]:
-    """Pipeline stages with ranks on the node ``node_rank``. Raises ``PenstockError`` (``invalid``)."""
+    """Pipeline stages with ranks on the node ``node_rank``. Raises ``PenstockError`` as ``check_nodes``."""
     check_nodes(options)
     ranks = ranks_of(options.tensor_parallel_size, options.pipeline_parallel_size, options.nnodes)
     return {rank.stage for rank in ranks if rank.node == options.node_rank}

@@ -27,7 +27,7 @@ class RemoteFile(msgspec.Struct, frozen=True, omit_defaults=True):
     """Size in bytes."""
     sha256: str = ""
     git_sha1: str = ""
-    """Git blob hash, the only hash of files on hubs that are not in LFS."""
+    """Git blob hash; hubs list no other hash for files outside of LFS."""
     version: str = ""
     """ETag or modification time, for sources without checksums."""
 

@@ -126,7 +126,7 @@ def fetch_into_folder(
 ) -> list[RemoteFile]:
     """Fetch the selected files that the folder lacks, or has in another version; returns all selected files.
 
-    Raises ``PenstockError``.
+    Raises ``PenstockError`` if the files cannot be listed, fetched or written.
     """
     listing = source.list_files()
     files = selection.select(listing.files, source.name)

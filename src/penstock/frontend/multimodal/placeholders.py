@@ -21,7 +21,7 @@ class Placeholders(msgspec.Struct, frozen=True):
 
     image: int
     video: int = -1
-    """-1: the model does not support videos."""
+    """Id of the placeholder of videos; -1: the model does not support videos."""
     start: int = -1
     end: int = -1
     """Ids of the tokens before and after a video's placeholder; -1: the model does not use them."""

@@ -35,11 +35,11 @@ class PromptMedia:
         images = read_image_processor(folder, image_kwargs(given), options.max_image_pixels, tokenizer.token_to_id)
         limits = options.max_video_frames, options.max_video_pixels
         self.video_processor = read_video_processor(folder, video_kwargs(given), *limits) if images else None
-        """None: the model does not support videos."""
+        """Video processor; None: the model does not support videos."""
         self._placeholders = read_placeholders(folder, images, self.video_processor) if images else None
         self._loader = MediaLoader(images, self.video_processor, options) if images else None
         self.sees_images, self.sees_videos = images is not None, self.video_processor is not None
-        """True if prompts may have images; True if they may have videos."""
+        """True if prompts may have images, and True if prompts may have videos."""
 
     def check(self, sources: Sequence[MediaSource]) -> None:
         """Raise ``PenstockError`` if the model does not support these media, or the prompt has too many of them."""
@@ -49,7 +49,7 @@ class PromptMedia:
                 message = f"{kind}s: are not supported by this model{'' if self.sees_images else ', only text is'}"
                 raise PenstockError(Code.UNSUPPORTED, message, f"{kind}s")
             if count > (maximum := self._options.max_media(kind)):
-                message = f"the prompt has {count}, and at most {maximum} are allowed (limit_mm_per_prompt)"
+                message = f"the prompt has {count} {kind}s, and at most {maximum} are allowed (limit_mm_per_prompt)"
                 raise invalid(f"{kind}s", message, maximum)
 
     def load(self, source: MediaSource, kwargs: Mapping[str, Any] | None = None, num_images: int = 1) -> Media:

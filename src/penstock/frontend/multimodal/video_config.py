@@ -20,8 +20,8 @@ from .video import VideoProcessor
 
 PROCESSORS = ("Qwen2VLVideoProcessor", "Qwen2_5_VLVideoProcessor", "Qwen3VLVideoProcessor")
 FILES = ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json")
-"""Files with the configuration; the first existing file is used. Older checkpoints have only the last one, which the
-image processor shares."""
+"""Files with the configuration; the first existing file is used. Older checkpoints have only the last file, which the
+image processor also reads."""
 FPS = 2.0
 """Default frames per second to sample, as in Qwen's code."""
 

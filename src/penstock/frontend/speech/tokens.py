@@ -24,17 +24,17 @@ class SpeechTokens:
     """Ids of a Whisper model's control tokens."""
 
     start: int
-    """``<|startoftranscript|>``."""
+    """Id of ``<|startoftranscript|>``."""
     eos: int
-    """``<|endoftext|>``. Text tokens have smaller ids, other special tokens have larger ids."""
+    """Id of ``<|endoftext|>``. Text tokens have smaller ids, other special tokens have larger ids."""
     no_timestamps: int
-    """``<|notimestamps|>``. The next id is the timestamp of 0 seconds."""
+    """Id of ``<|notimestamps|>``. The next id is the timestamp of 0 seconds."""
     previous: int | None
-    """``<|startofprev|>``, before the text that precedes the transcript."""
+    """Id of ``<|startofprev|>``, the token before text that precedes the transcript; None: not in the vocabulary."""
     languages: Mapping[str, int]
-    """Language tokens by code; empty for an English-only model."""
+    """Ids of language tokens by code; empty for an English-only model."""
     tasks: Mapping[str, int]
-    """Tokens of ``transcribe`` and ``translate``; empty for an English-only model."""
+    """Ids of the tokens of the tasks ``transcribe`` and ``translate``; empty for an English-only model."""
     suppressed: tuple[int, ...] = ()
     """Ids of tokens that are never generated."""
     suppressed_first: tuple[int, ...] = ()
@@ -46,7 +46,7 @@ class SpeechTokens:
 
     @property
     def timestamp_begin(self) -> int:
-        """Timestamp token of 0 seconds."""
+        """Id of the timestamp token of 0 seconds."""
         return self.no_timestamps + 1
 
 

@@ -52,7 +52,7 @@ class Segment(NamedTuple):
     text: str
     tokens: list[int]
     seek: int
-    """First feature frame of the window."""
+    """Index of the window's first feature frame."""
     avg_logprob: float | None
     """Mean log probability of the window's tokens; None if unknown."""
     words: Sequence[Word] = ()

@@ -1,4 +1,4 @@
-"""Generation of one chat: base class of all dialects' handlers except PaddleNLP's, and message deltas."""
+"""Generation of one chat: message deltas, and the base class of the handlers of all dialects except PaddleNLP."""
 
 from __future__ import annotations
 

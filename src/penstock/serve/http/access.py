@@ -94,7 +94,7 @@ class OriginPolicy:
         return not (changes and _is_browser(headers)) or self._matches(headers.get("referer", ""), host)
 
     def _matches(self, url: str, host: str) -> bool:
-        """Check whether the origin of a URL is the server's (``Host``) or an allowed one. Schemes are not compared: a
+        """Check whether the origin of a URL is the server's (``Host``) or allowed. Schemes are not compared: a
         proxy may have terminated TLS."""
         if (origin := _origin(url)) is None:
             return False

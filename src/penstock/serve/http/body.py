@@ -132,8 +132,8 @@ async def receive_body(request: Request, max_size: int, timeout: float, memory: 
     """Read the whole body of a request, and reserve its memory until the request ends. Reading a body with
     Content-Length begins when there is memory for it.
 
-    Raises ``PenstockError``: as ``body_parts``; ``overloaded`` if there is no memory; ``timeout`` if the body arrives
-    at less than ``MIN_RATE``.
+    Raises ``PenstockError``: as ``body_parts``; ``overloaded`` if the memory budget is exhausted; ``timeout`` if the
+    body arrives at less than ``MIN_RATE``.
     """
     record = record_of(request.scope)
     length = request.headers.get("content-length", "")
@@ -239,7 +239,8 @@ def check_elements(body: bytes) -> int:
 
 
 def decode_json(data: bytes, field: str) -> Any:
-    """Decode a JSON text, which may begin with a byte order mark. Raises ``PenstockError`` (``invalid``)."""
+    """Decode a JSON text, which may begin with a byte order mark. Raises ``PenstockError`` (``invalid``) if it is not
+    JSON."""
     try:
         return msgspec.json.decode(without_mark(data))
     except JSON_ERRORS as error:

@@ -8,7 +8,7 @@ from collections import Counter, deque
 from penstock.core import Code, PenstockError
 
 UNCOUNTED_SIZE = 2**14
-"""Maximum size in bytes of bodies that are not counted."""
+"""Maximum size in bytes of bodies that do not count towards the memory budget."""
 MAX_WAITING = 128
 """Maximum number of unread bodies waiting for memory; further bodies are rejected immediately."""
 MAX_WAITING_OF_CLIENT = MAX_WAITING // 4
@@ -68,7 +68,7 @@ class BodyMemory:
             self._num_waiting -= 1
 
     def resize(self, client: str, old: int, new: int, parsed: bool) -> None:
-        """Change the size of a reservation. Raises ``PenstockError`` (``overloaded``) if there is no memory.
+        """Change the size of a reservation. Raises ``PenstockError`` (``overloaded``) if the budget is exhausted.
 
         Args:
             parsed: the reservation is for a parsed body, for which the budget is doubled.

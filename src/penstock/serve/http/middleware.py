@@ -41,7 +41,7 @@ PUBLIC_PATHS = frozenset(
 )
 """Paths that require no API key and are logged at level debug unless they fail."""
 SERVER = (b"server", f"penstock/{__version__}".encode())
-"""Header of every response. It identifies the server, because Triton's clients expect ``triton`` in the metadata."""
+"""Header of every response. It identifies Penstock, because Triton's clients expect the name ``triton`` in metadata."""
 WEB_PREFIX = "/web/"
 """Prefix of the web page's paths other than ``/``; logged like ``PUBLIC_PATHS``."""
 HEALTH_PATHS = PUBLIC_PATHS | {"/config-info"}

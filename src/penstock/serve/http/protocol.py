@@ -65,7 +65,7 @@ class Protocol(HttpToolsProtocol):
     """
 
     client_timeout = 60.0
-    """Maximum time without progress in seconds."""
+    """Maximum time in seconds without progress of a client."""
     max_header_size = 64 * 2**10
     """Maximum size of a request's head in bytes."""
     draining = False
@@ -79,9 +79,9 @@ class Protocol(HttpToolsProtocol):
     _chunks: Chunks | None = None
     """Decoder of the current body if it is chunked."""
     _left = 0
-    """Bytes of the current body that have not arrived, if it has a Content-Length."""
+    """Number of bytes of the current body that have not arrived, if it has a Content-Length."""
     _searched = 0
-    """Bytes of an incomplete head that were searched for its end."""
+    """Number of bytes of an incomplete head that were already searched for its end."""
     _overhead = _body = 0
     """Number of framing bytes, and of body bytes, of the current chunked body."""
     _last = False
@@ -100,11 +100,11 @@ class Protocol(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._reading = Timeout()
-        """Runs while headers arrive, and while the rest of an already answered request arrives."""
+        """Timeout that runs while headers arrive, and while the rest of an already answered request arrives."""
         self._writing = Timeout()
-        """Runs while the client does not read."""
+        """Timeout that runs while the client does not read."""
         self._presence = Timeout()
-        """Runs until the next probe of a half-closed client."""
+        """Timeout that runs until the next probe of a half-closed client."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -196,7 +196,7 @@ class Protocol(HttpToolsProtocol):
             )
 
     def _parse_head(self) -> None:
-        """Parse the next head if it has arrived completely, so that the result does not depend on packets."""
+        """Parse the next head if it has arrived completely, so that the result does not depend on packet sizes."""
         while self._unread.startswith(b"\r\n", self._at):  # RFC 9112, 2.2: empty lines before a request
             self._at += 2
         start, limit = self._at, self.max_header_size

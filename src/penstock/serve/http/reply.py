@@ -58,7 +58,7 @@ class RequestLimiter(Protocol):
 
 
 class Handler(Protocol):
-    """One request of a dialect."""
+    """Handler of one request of a dialect."""
 
     def full(self) -> AsyncGenerator[bytes, None]:
         """Yield the answer as one JSON document."""

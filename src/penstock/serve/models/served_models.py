@@ -114,7 +114,7 @@ class ServedModel:
 
     @contextmanager
     def admit(self) -> Iterator[None]:
-        """Count a request as open. Raises ``PenstockError`` (``overloaded``) if ``max_concurrency`` are open."""
+        """Count a request as open. Raises ``PenstockError`` (``overloaded``) at the limit ``max_concurrency``."""
         with self._admission():
             self.metrics.open_requests.inc()
             self._open += 1
@@ -182,8 +182,8 @@ class ServedModels:
     def find(self, name: str | None = None) -> ServedModel:
         """Find the model for the field ``model`` of a request: the name of a model or adapter; None: the first model.
 
-        Raises ``PenstockError``: ``not_found`` if it is not served; ``unavailable`` if it is being loaded, or no model
-        is loaded.
+        Raises ``PenstockError``: ``not_found`` if the model is not served; ``unavailable`` if it is being loaded, or no
+        model is loaded.
         """
         if name is None:
             return self._first()
@@ -223,7 +223,7 @@ class ServedModels:
             service.gateway.engine_pool.check_alive()
 
     def check(self) -> None:
-        """Raise ``PenstockError`` (``unavailable``) unless requests for every required model are computed now."""
+        """Raise ``PenstockError`` (``unavailable``) unless every required model has a ready, unpaused engine."""
         self.check_alive()
         for service in self:
             service.gateway.engine_pool.require_engine()
@@ -286,7 +286,7 @@ class ServedModels:
         """Receive a request's body. Its memory is reserved until the request ends. A body in ``RECEIVED`` is reused.
 
         Raises ``PenstockError``: ``too_large``; ``timeout`` if the client stops sending; ``cancelled`` if it
-        disconnects; ``overloaded`` if there is no memory; ``unavailable`` for a large body while no engine is ready.
+        disconnects; ``overloaded`` if memory is exhausted; ``unavailable`` for a large body while no engine is ready.
         """
         body: bytes | None = request.scope.pop(RECEIVED, None)
         if body is None:

@@ -24,7 +24,7 @@ INITIAL_SIZE = 2**18
 
 
 class AllocatedDict(MmapedDict):  # type: ignore[misc]
-    """A file of values with allocated pages. Values that cannot be allocated are counted only in this process."""
+    """A metrics file with disk space allocated in advance. Values without space are counted only in this process."""
 
     def __init__(self, filename: str, read_mode: bool = False) -> None:
         self._unshared: dict[str, tuple[float, float]] = {}

@@ -256,7 +256,8 @@ def stop_accepting(listener: socket.socket) -> None:
 
 
 def check_certificate(options: ServerOptions) -> None:
-    """Raise ``PenstockError`` (``invalid``) if the file of the certificate or key, or the certificate is missing."""
+    """Raise ``PenstockError`` (``invalid``) if a certificate or key file is missing, or a key is set without
+    certificate."""
     if options.ssl_keyfile and not options.ssl_certfile:
         raise invalid("ssl_certfile", "is missing; ssl_keyfile requires it")
     for name in ("ssl_certfile", "ssl_keyfile"):

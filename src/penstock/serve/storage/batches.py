@@ -1,4 +1,4 @@
-"""Batches and their state."""
+"""Store of batches and their state."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ LOCK_TIMEOUT = 10.0
 NUM_READERS = 4
 """Maximum number of concurrent read transactions per process."""
 NUM_WRITERS = 4
-"""Maximum number of concurrent write transactions per process. SQLite allows one in all processes together."""
+"""Maximum number of concurrent write transactions per process; with SQLite one in all processes together."""
 SCHEMA_LOCK, QUOTA_LOCK = 0x70656E73746F636B, 0x70656E73746F636C
 """Numbers of PostgreSQL advisory locks for creating tables and for checking quotas; unlikely to be used by other
 applications."""

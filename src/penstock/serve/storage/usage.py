@@ -32,7 +32,7 @@ MAX_AGE = 5.0
 
 @dataclass(frozen=True)
 class Quotas:
-    """Storage limits."""
+    """Storage limits, per owner and in total."""
 
     each: StorageLimits
     """Limits per owner."""

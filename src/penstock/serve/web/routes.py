@@ -1,4 +1,4 @@
-"""Routes of the web page: its files, which need no API key, and its data, which do."""
+"""Routes of the web page: its files (no API key required), and its data (API key required)."""
 
 from __future__ import annotations
 

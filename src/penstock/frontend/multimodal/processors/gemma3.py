@@ -70,7 +70,7 @@ KWARGS = (
     "pan_and_scan_max_num_crops",
     "pan_and_scan_min_ratio_to_activate",
 )
-"""Names in ``mm_processor_kwargs``."""
+"""Supported names in ``mm_processor_kwargs``."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class PixtralProcessor(ImageProcessor):
     edge: int
     """Width and height of a feature in pixels."""
     size: tuple[int, int]
-    """Largest height and width of images."""
+    """Largest height and width of images in pixels."""
     resizing: Resizing
 
     def with_kwargs(self, kwargs: Mapping[str, Any]) -> PixtralProcessor:

@@ -22,7 +22,7 @@ PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor", "Ernie4_5_VLM
 MAX_ASPECT_RATIO = 200
 MAX_VALUE = 2**31
 KWARGS = ("min_pixels", "max_pixels", "size")
-"""Names in ``mm_processor_kwargs``."""
+"""Supported names in ``mm_processor_kwargs``."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class QwenVLProcessor(ImageProcessor):
 def smart_resize(
     height: int, width: int, edge: int, min_pixels: int, max_pixels: int, frames: int = 1, rounded: int = 1
 ) -> tuple[int, int]:
-    """Height and width as multiples of ``edge``, with about the same aspect ratio, and a number of pixels in limits.
+    """New height and width: multiples of ``edge``, about the same aspect ratio, a number of pixels within the limits.
 
     Args:
         frames: number of frames; their total number of pixels is limited.
