@@ -18,7 +18,7 @@ from penstock.core.errors import invalid
 GROUPS = {"0": "scheduler", "1": "prefill", "2": "decode"}
 """Role by group id of a global table."""
 MAX_DEVICE = 10**6
-"""Maximum device id."""
+"""Maximum ``device_id`` in a table."""
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,7 +27,7 @@ HTTP_PORT, HTTP_PATH = 4318, "/v1/traces"
 
 @dataclass(slots=True)
 class SpanCounts:
-    """Counters of spans."""
+    """Counters of exported and dropped spans of a process."""
 
     exported: int = 0
     """Number of spans accepted by the collector."""

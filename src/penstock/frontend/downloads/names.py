@@ -23,7 +23,7 @@ HUB_NAME = re.compile(r"(?P<repository>[^:@]+)(:(?P<quantization>[\w.-]+))?(@(?P
 
 @dataclass(frozen=True)
 class ModelName:
-    """Parsed model name."""
+    """Parts of a parsed model name."""
 
     scheme: str
     """``huggingface``, ``modelscope``, ``pypi``, ``file``, or a URI's scheme."""

@@ -76,7 +76,7 @@ def is_public(address: str) -> bool:
     parsed = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(parsed, ipaddress.IPv6Address):
         embedded = parsed.ipv4_mapped or parsed.sixtofour or (parsed.teredo[1] if parsed.teredo else None)
-        if parsed in ipaddress.ip_network("64:ff9b::/96"):  # NAT64
+        if parsed in ipaddress.ip_network("64:ff9b::/96"):  # NAT64 addresses embed IPv4 addresses
             embedded = ipaddress.IPv4Address(int(parsed) & 0xFFFFFFFF)
         if embedded is not None:
             return is_public(str(embedded))

@@ -54,7 +54,7 @@ def sampling_of(request: GenerationRequest, defaults: SamplingParams, **override
         raise invalid("stream_options", "requires stream: set it to true")
     if given.get("top_p") == 0:
         given |= {"top_p": 1.0, "top_k": 1}
-    if request.use_beam_search:  # the checkpoint's defaults are for sampling
+    if request.use_beam_search:  # ignore the checkpoint's defaults for sampling
         defaults = defaults.replace(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     return defaults.replace(**given, **overrides)
 
@@ -184,7 +184,7 @@ def _from_response_format(form: ResponseFormat | None) -> dict[str, Any]:
         field = "response_format.json_schema.schema"
         return {"json": _restrict(field, value.schema) if value.strict else value.schema}
     if constraint == "regex" and not isinstance(value, str):
-        raise invalid(f"response_format.{name}", "is not allowed with type regex")
+        raise invalid(f"response_format.{name}", f"must be a string with type regex, is {type(value).__name__}")
     return {constraint: value}
 
 

@@ -21,7 +21,7 @@ ALIVE_INTERVAL = 0.5
 """Seconds between ``Alive`` messages."""
 DEFAULT_NAME = "default"
 INSTANCES = "instances"
-"""Placeholder for an engine address: the instances of a router."""
+"""Placeholder for the engine addresses of a router, which sends requests to instances."""
 ANY_MODEL = (DEFAULT_NAME, "null", "dummy", "tgi")
 """Aliases of the first model: ``huggingface_hub`` sends ``dummy`` by default, and the documentation of Text Generation
 Inference, which ignores the name, uses ``tgi``."""

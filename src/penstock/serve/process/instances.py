@@ -77,7 +77,7 @@ class Instances:
         self._last_registered: dict[str, float] = {}
         """Time of the last registration of each registered instance."""
         self._engines: dict[str, _Engine] = {}
-        """Engines by address."""
+        """Engines of all instances, by address."""
         self._announced: tuple[Instance, ...] = ()
         self._local_engine: Ready | None = None
         """Report of this server's engine; None: this server has no engine."""

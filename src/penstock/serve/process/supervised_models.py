@@ -185,7 +185,8 @@ class SupervisedModels:
 
     def _check(self, name: str) -> None:
         if name not in self._models:
-            raise PenstockError(Code.NOT_FOUND, f"there is no model {name!r} to load", "model_name")
+            message = f"the model {name!r} does not exist; known are {', '.join(self._models)}"
+            raise PenstockError(Code.NOT_FOUND, message, "model_name")
 
     def _update(self, name: str, **changes: object) -> None:
         """Change a model's state and send it to the API processes."""

@@ -216,7 +216,7 @@ def _row(connection: Connection, owner: str, name: str) -> Row[Any]:
     conversations = CONVERSATIONS.c
     where = (conversations.id == name, conversations.owner == owner, conversations.expires >= time.time())
     if (row := connection.execute(select(CONVERSATIONS).where(*where)).first()) is None:
-        message = f"conversation: there is no conversation {name[:80]!r}"
+        message = f"conversation: the conversation {name[:80]!r} does not exist or has expired"
         raise PenstockError(Code.NOT_FOUND, message, "conversation")
     return row
 

@@ -40,7 +40,7 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 class FileStore(Store):
-    """Stores files.
+    """Stores files: contents in a folder, metadata in the database.
 
     Args:
         folder: folder of the contents; created if missing.
@@ -126,7 +126,7 @@ class FileStore(Store):
         where = (FILES.c.id == name, FILES.c.owner == owner, FILES.c.expires >= time.time())
         row = connection.execute(select(FILES).where(*where)).first()
         if row is None or not self.path(row.id).is_file():
-            raise PenstockError(Code.NOT_FOUND, f"{field}: there is no file {name[:80]!r}", field)
+            raise PenstockError(Code.NOT_FOUND, f"{field}: the file {name[:80]!r} does not exist or has expired", field)
         return _described(row)
 
     @reads

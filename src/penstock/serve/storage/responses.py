@@ -34,12 +34,12 @@ LENGTH = func.length(cast(RESPONSES.c.input, Text)) + func.length(cast(OUTPUT, T
 CLOCK_STEP = 5.0
 """Minimum change of the system clock in seconds that is treated as a clock step (clock set, or machine suspended)."""
 Document = dict[str, Any]
-"""A response object."""
+"""A response object of OpenAI's API."""
 Item = dict[str, Any]
 
 
 class ResponseStore(Store):
-    """Stores responses."""
+    """Stores responses in the database."""
 
     def __init__(self, database: Database, retention: float, quotas: Quotas) -> None:
         super().__init__(database, retention, quotas)
@@ -236,5 +236,7 @@ def _row(
     responses = RESPONSES.c
     found = select(responses.status, responses.beat, responses.previous, *columns).where(*_is_stored(owner, name))
     if (row := connection.execute(found).first()) is None:
-        raise PenstockError(Code.NOT_FOUND, f"{field}: there is no response {name[:160]!r}", field)
+        raise PenstockError(
+            Code.NOT_FOUND, f"{field}: the response {name[:160]!r} does not exist or has expired", field
+        )
     return row

@@ -35,7 +35,7 @@ class Quotas:
     """Storage limits, per owner and in total."""
 
     each: StorageLimits
-    """Limits per owner."""
+    """Limits of each owner."""
     total: StorageLimits
     """Limits of all owners together."""
     refused: Callable[[str], None]

@@ -75,7 +75,7 @@ KWARGS = (
 
 @dataclass(frozen=True)
 class Gemma3Processor(ImageProcessor):
-    """Image processor of Gemma 3."""
+    """Resizes images and their crops to squares (Gemma 3)."""
 
     image_start: int
     """Id of the token that chat templates write for an image."""

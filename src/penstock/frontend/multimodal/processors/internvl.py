@@ -24,7 +24,7 @@ MAX_TILES = 256
 
 @dataclass(frozen=True)
 class InternVLProcessor(ImageProcessor):
-    """Image processor of InternVL."""
+    """Splits images into square tiles, followed by a thumbnail (InternVL)."""
 
     start: int
     end: int

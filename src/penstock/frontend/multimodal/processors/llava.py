@@ -24,7 +24,7 @@ KINDS = ("CLIPImageProcessor", "LlavaImageProcessor", "SiglipImageProcessor")
 
 @dataclass(frozen=True)
 class LlavaProcessor(ImageProcessor):
-    """Image processor of LLaVA 1.5."""
+    """Resizes images to one square, with padding or a center crop (LLaVA 1.5)."""
 
     shortest_edge: int
     """Shorter side in pixels of the resized image before the center crop; 0: resize to a square, do not crop."""
@@ -95,7 +95,7 @@ def read_llava(files: ProcessorFiles) -> ImageProcessor:
 
 @dataclass(frozen=True)
 class OneVisionProcessor(ImageProcessor):
-    """Image processor of LLaVA-OneVision."""
+    """Resizes images to a square thumbnail and square tiles (LLaVA-OneVision)."""
 
     anyres: Anyres
     resizing: Resizing

@@ -21,7 +21,7 @@ BREAK, END = "[IMG_BREAK]", "[IMG_END]"
 
 @dataclass(frozen=True)
 class PixtralProcessor(ImageProcessor):
-    """Image processor of Pixtral."""
+    """Resizes images to multiples of a feature's size, within a maximum size (Pixtral)."""
 
     row_end: int
     """Id of the token after each row of features except the last row."""
