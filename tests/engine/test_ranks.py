@@ -449,12 +449,12 @@ def test_invalid_parallel_options_are_refused(checkpoint: Path, tmp_path: Path) 
     with pytest.raises(PenstockError, match="3 ranks cannot share 4 query heads"):
         LLM(tmp_path, tensor_parallel_size=3, **OPTIONS)
     for layers, message in (
-        ("3", "2 numbers of at least 1 whose sum is 3"),
+        ("3", "2 numbers of at least 1 that add up to 3"),
         ("1,x", "not a list of numbers of layers"),
     ):
         with pytest.raises(PenstockError, match=message):
             LLM(checkpoint, pipeline_parallel_size=2, pipeline_parallel_layers=layers, **OPTIONS)
-    with pytest.raises(PenstockError, match="1 numbers of at least 1 whose sum is 3"):
+    with pytest.raises(PenstockError, match="1 numbers of at least 1 that add up to 3"):
         LLM(checkpoint, pipeline_parallel_layers="1,2", **OPTIONS)
     with pytest.raises(PenstockError, match="is 4, more than the model's 3 layers"):
         LLM(checkpoint, pipeline_parallel_size=4, **OPTIONS)
