@@ -58,7 +58,7 @@ BFLOAT16_HEADS = ("awq g32", "gptq asymmetric, act-order, v2", "compressed-tenso
 """Parameters of ``test_quantized_lm_head_in_bfloat16_is_as_accurate_as_transformers``."""
 CARD = (ROOT / "benchmarks/HISTORY.md").read_text(encoding="utf-8").partition("### What was checked on it\n")[2]
 CARD = " ".join(CARD.partition("\n#")[0].split())
-"""What is known of runs on a card."""
+"""Report of the runs on a card."""
 COLUMNS = {"CPU, native kernels": "cpu", "CPU, plain PyTorch": "reference", "NVIDIA GPU": "cuda"}
 BACKENDS: dict[str, Any] = {"cpu": cpu, "reference": reference, "cuda": cuda}
 SIZES = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -215,7 +215,7 @@ def permuted_experts(backend: str) -> None:
 
 # --- Rows -------------------------------------------------------------------------------------------------------------
 
-PLAIN = "engine/reference_backend::tokens_equal_those_of_cpu_kernels"
+PLAIN = "engine/reference_backend::tokens_equal_cpu_kernels"
 FP8 = "engine/reference_backend::fp8_without_cpu_kernels_keeps_answer"
 GPU, MORE = "kernels/cuda_engine", "kernels/cuda_features"
 OTHERS = f"{GPU}::grammar_beam_lora_and_draft_results_do_not_depend_on_others"
@@ -270,6 +270,8 @@ def models() -> list[Feature]:
         Feature(
             "encoders: classes, scores of pairs",
             "models/encoders::class_probabilities_match_transformers",
+            f"{MORE}::classes_of_encoder_equal_cpu_kernels",
+            f"{MORE}::classes_of_encoder_equal_cpu_kernels",
             check=load(BERT),
         ),
         Feature(
@@ -622,7 +624,7 @@ def written(text: str) -> dict[str, str]:
     }
 
 
-def test_tables_equal_what_the_code_does() -> None:
+def test_tables_equal_checks_and_tests() -> None:
     """To update the page: ``python tests/docs/test_devices.py``."""
     found = written(PAGE.read_text(encoding="utf-8"))
     assert {section: found[section] for section in SECTIONS} == tables()

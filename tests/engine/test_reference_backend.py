@@ -54,7 +54,7 @@ def generate(ops: str, options: dict[str, Any], sampling: dict[str, Any]) -> lis
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_tokens_equal_those_of_cpu_kernels(name: str) -> None:
+def test_tokens_equal_cpu_kernels(name: str) -> None:
     options, sampling = SCENARIOS[name]
     found = generate("reference", options, sampling)
     assert found == generate("cpu", options, sampling)

@@ -58,6 +58,18 @@ def test_embeddings_of_encoder_equal_reference_backend(config: Any, tmp_path: Pa
 
 
 @pytest.mark.thorough
+def test_classes_of_encoder_equal_cpu_kernels(tmp_path: Path) -> None:
+    config = BertConfig(**encoder_checkpoints.SIZES, max_position_embeddings=320)
+    encoder_checkpoints.save_encoder(config, tmp_path, labels=3)
+    found = {}
+    for ops in ("cpu", "reference", "cuda"):
+        outputs = LLM(tmp_path, ops=ops, **FIXED).classify(PROMPTS, use_tqdm=False)
+        found[ops] = torch.tensor([output.outputs.probs for output in outputs])
+    for ops in ("reference", "cuda"):
+        torch.testing.assert_close(found[ops], found["cpu"], atol=1e-5, rtol=0)
+
+
+@pytest.mark.thorough
 def test_embeddings_of_decoder_equal_reference_backend(tmp_path: Path) -> None:
     save(Qwen3Config(**SMALL, head_dim=16), tmp_path)
     for ours, theirs in zip(vectors(tmp_path, ops="cuda"), vectors(tmp_path, ops="reference"), strict=True):
