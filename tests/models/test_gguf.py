@@ -226,6 +226,17 @@ def test_folder_with_one_gguf_file_resolves_to_the_file(demo_file: Path, tmp_pat
         resolve(tmp_path)
 
 
+def test_link_gives_a_file_without_suffix_a_name(demo_file: Path, tmp_path: Path) -> None:
+    """As for the files that Ollama stores (docs/cookbook/from_ollama.md)."""
+    blob = shutil.copy(demo_file, tmp_path / "sha256-0")
+    with pytest.raises(PenstockError):
+        resolve(blob)
+    (tmp_path / "demo.gguf").symlink_to(blob)
+    llm = LLM(tmp_path / "demo.gguf")
+    (answer,) = llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)
+    assert answer.outputs[0].text == "The capital of France is Paris."
+
+
 def test_plan_memory_reads_a_gguf_file(demo_file: Path) -> None:
     result = run_in_process(main, "plan", "memory", "--model", str(demo_file), "--json", "--gpu-memory", "1")
     planned = json.loads(result.stdout)
