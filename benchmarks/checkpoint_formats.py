@@ -71,7 +71,8 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=48, help="tokens to generate per sequence (default: 48)")
     parser.add_argument("--threads", type=int, default=2, help="number of threads (default: 2)")
     parser.add_argument("--rounds", type=int, default=5, help="number of rounds (default: 5)")
-    parser.add_argument("--cases", type=int, nargs="+", default=range(len(CASES)), help="indices of CASES to measure")
+    about = "indices of the CASES to measure (default: all)"
+    parser.add_argument("--cases", type=int, nargs="+", default=range(len(CASES)), help=about)
     args = parser.parse_args()
     models.DummyWeights = QuantizedDummyWeights  # type: ignore[misc]
 

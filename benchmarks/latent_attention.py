@@ -35,7 +35,8 @@ STEPS = (
 
 
 class Layer:
-    """Both forms of a layer's attention, for ``sequences`` sequences of ``length`` tokens, the last ``new`` computed.
+    """Both forms of a layer's attention, for ``sequences`` sequences of ``length`` tokens, of which the last ``new``
+    are computed.
 
     Args:
         quantization: KV cache quantization, as in ``KVSpec``.

@@ -88,7 +88,8 @@ def main() -> None:
     parser.add_argument("--disk", type=Path, help="folder on the disk to measure (default: a temporary folder)")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2048, 8192])
     parser.add_argument("--rounds", type=int, default=3, help="number of rounds (default: 3)")
-    parser.add_argument("--host-memory", type=float, default=4.0, help="GiB of the host and disk tiers (default: 4)")
+    about = "size of the host tier and of the disk tier in GiB (default: 4)"
+    parser.add_argument("--host-memory", type=float, default=4.0, help=about)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--load-format", default="auto")

@@ -41,8 +41,8 @@ FIGURES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path, nargs="?", help="(default: the built-in model)")
-    parser.add_argument("--against", type=Path, help="another tree of this project, with a .venv")
+    parser.add_argument("checkpoint", type=Path, nargs="?", help="checkpoint folder (default: the built-in model)")
+    parser.add_argument("--against", type=Path, help="another checkout of this project, with a .venv, to compare with")
     parser.add_argument("--max-concurrency", type=int, default=16, help="concurrent requests (default: 16)")
     parser.add_argument("--input-len", type=int, default=16, help="tokens per prompt (default: 16)")
     parser.add_argument("--output-len", type=int, default=64, help="tokens to generate per prompt (default: 64)")

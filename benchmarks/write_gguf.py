@@ -2,7 +2,7 @@
 
 python benchmarks/write_gguf.py CHECKPOINT OUT.gguf --type Q4_0
 
-Types that llama.cpp's Python library cannot quantize to get random blocks, as speed does not depend on the values.
+For types that llama.cpp's Python library cannot write, blocks are random, as speed does not depend on the values.
 ``Q4_K_M`` is llama.cpp's mixture of Q4_K and Q6_K. Needs the dependency group ``test``.
 """
 

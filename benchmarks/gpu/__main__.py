@@ -40,10 +40,13 @@ PORTIONS = 14
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="results folder (default: gpu-results)")
-    parser.add_argument("--parts", help=f"from {', '.join([*MEASURES, *CHECKS])}, tuning (default: all but tuning)")
-    parser.add_argument("--models", help="models for roofline and counterparts (default: all)")
-    parser.add_argument("--jobs", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)), help="parallel checks")
-    parser.add_argument("--minutes", type=float, default=8, help="time limit of the whole run (default: 8)")
+    parts = ", ".join([*MEASURES, *CHECKS, "tuning"])
+    parser.add_argument("--parts", help=f"comma-separated parts to run: {parts} (default: all but tuning)")
+    parser.add_argument("--models", help="comma-separated models for roofline and counterparts (default: all)")
+    jobs = max(1, min(8, (os.cpu_count() or 2) // 2))
+    about = "number of checks that run in parallel (default: half of the cores, at most 8)"
+    parser.add_argument("--jobs", type=int, default=jobs, help=about)
+    parser.add_argument("--minutes", type=float, default=8, help="time limit of the whole run in minutes (default: 8)")
     parser.add_argument("--tune", action="store_true", help="also try other tiles for matrix products (4 more minutes)")
     parser.add_argument("--interpret", action="store_true", help="tiny version in Triton's interpreter, on a CPU")
     parser.add_argument("--ops", default="cuda", help=argparse.SUPPRESS)  # "reference" is for tests of this script

@@ -124,7 +124,7 @@ def decoder(model: Model, batch: int, length: int, scale: Scale, device: torch.d
 
 
 Timed = list[tuple[str, float, int]]
-"""For each work: name, seconds per call, and number of tokens per call."""
+"""For each workload: name, seconds per call, and number of tokens per call."""
 
 
 @torch.inference_mode()

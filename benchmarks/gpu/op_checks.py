@@ -132,7 +132,7 @@ def products(
     format: Format,
     gated: bool,
 ) -> tuple[float, float]:
-    """Matrix products for several numbers of tokens; each row must have the same bits in all of them."""
+    """Check matrix products for several numbers of tokens; each row must be bitwise identical in all of them."""
     weight = draw.normal(outputs, inputs, dtype=dtype, scale=inputs**-0.5)
     bias = draw.normal(outputs, dtype=dtype)
     packed, plain = ops.pack([weight], bias, format), reference.pack([weight.float()], bias.float(), format)
@@ -188,8 +188,8 @@ def attention(
     dim: int,
     small: bool,
 ) -> tuple[float, float]:
-    """``rope_and_store`` and ``attention`` of a batch of decodes, chunks and a prompt, over scattered blocks; each
-    sequence must have the same bits alone."""
+    """Check ``rope_and_store`` and ``attention`` with a batch of decodes, chunks and a prompt, over scattered blocks.
+    The output of each sequence must be bitwise identical if it is computed alone."""
     size = 16 if small else 64
     batch = (
         [(1, 3), (1, 40), (9, 30), (20, 20)]
@@ -241,7 +241,8 @@ def attention(
 
 
 def experts(ops: Any, draw: Draw, tokens: int, dtype: torch.dtype, format: Format, small: bool) -> tuple[float, float]:
-    """Router and both matrix products of an MoE layer; the first and last token must have the same bits alone."""
+    """Check the router and both matrix products of an MoE layer. The outputs of the first and last token must be
+    bitwise identical if each is computed alone."""
     count, hidden, size = (4, 64, 96) if small else (32, 1024, 768)
     routing = Routing(2 if small else 8, renormalize=True)
 
@@ -282,8 +283,8 @@ def experts(ops: Any, draw: Draw, tokens: int, dtype: torch.dtype, format: Forma
 def latent_attention(
     ops: Any, draw: Draw, device: torch.device, dtype: torch.dtype, quantization: str, heads: int, small: bool
 ) -> tuple[float, float]:
-    """``latent_rope_and_store`` and ``latent_attention`` of decodes, chunks and a prompt; each sequence must have the
-    same bits alone."""
+    """Check ``latent_rope_and_store`` and ``latent_attention`` with decodes, chunks and a prompt. The output of each
+    sequence must be bitwise identical if it is computed alone."""
     size, latent, rope = (16, 48, 16) if small else (64, 512, 64)
     batch = [(1, 3), (1, 40), (9, 30)] if small else [(1, 1), (1, 64), (1, 1025), (1, 5000), (100, 900), (300, 300)]
     spec = KVSpec(1, latent + rope, str(dtype).removeprefix("torch."), size, quantization, latent=latent)

@@ -125,7 +125,7 @@ def percent(value: Any) -> str:
 
 
 def draw(path: Path, results: dict[str, Any]) -> bool:
-    """Draw the share of the roofline of each work, one panel per model. Returns False if matplotlib or results are
+    """Draw each workload's share of the roofline, one panel per model. Returns False if matplotlib or results are
     missing."""
     rows = [row for row in roofline_rows(results) if "work" in row]
     try:

@@ -82,8 +82,8 @@ def share(
 
 
 def profiled(decode: Callable[[], object]) -> dict[str, Any]:
-    """Profile decode steps, which are the second half of the launched kernels: share of time in which the GPU is idle,
-    and the kernels that take the most time. The profiler adds overhead."""
+    """Profile ``decode``; returns the share of time in which the GPU is idle, and the kernels that take the most time.
+    Only the second half of the launched kernels is evaluated: these are decode steps. The profiler adds overhead."""
     from torch.profiler import ProfilerActivity, profile
 
     try:

@@ -63,10 +63,12 @@ def main() -> None:
         "--work", type=Path, default=Path("build/peers"), help="folder for converted checkpoints (default: build/peers)"
     )
     parser.add_argument("--format", nargs="+", choices=["bf16", "int8", "int4"], default=["bf16", "int8", "int4"])
-    parser.add_argument("--works", nargs="+", choices=NAMES, default=list(NAMES), help="work to measure (default: all)")
+    about = "workloads to measure (default: all)"
+    parser.add_argument("--works", nargs="+", choices=NAMES, default=list(NAMES), help=about)
     parser.add_argument("--isa", choices=ONEDNN, help="limit all systems to this instruction set")
     parser.add_argument("--threads", type=int, default=2, help="number of threads (default: 2)")
-    parser.add_argument("--rounds", type=int, default=2, help="rounds; short works run three times each (default: 2)")
+    about = "number of rounds; in each, short workloads run three times (default: 2)"
+    parser.add_argument("--rounds", type=int, default=2, help=about)
     parser.add_argument("--json", type=Path, help="write results to this file")
     parser.add_argument("--picture", type=Path, help="draw results to this file (.png or .svg)")
     args = parser.parse_args()
@@ -84,7 +86,7 @@ def main() -> None:
             started = {s.name: stack.enter_context(running(s)) for s in systems if s.format == format}
             for turn in range(args.rounds):
                 limits.append(measure_limits(args.threads, args.isa))
-                for work in tqdm(works, desc=f"{format}, round {turn + 1}", unit="work"):
+                for work in tqdm(works, desc=f"{format}, round {turn + 1}", unit="workload"):
                     for name, system in list(started.items()) * turns_of(work):
                         measured = seconds.setdefault(f"{name} {format}", {each: [] for each in works})
                         measured[work].append(system.seconds(work))

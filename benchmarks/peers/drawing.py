@@ -20,8 +20,8 @@ FRONTIER_COLOURS = {OURS: "#0b7285", "OpenVINO": "#e8590c", "llama.cpp": "#49505
 
 
 def draw(path: Path, rates: dict[str, dict[str, float]], formats: list[str]) -> None:
-    """Draw bars of the rates, one panel per format. The rates are relative to Penstock's, since works differ by orders
-    of magnitude."""
+    """Draw bars of the rates, one panel per format. The rates are relative to Penstock's, since the rates of workloads
+    differ by orders of magnitude."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -47,11 +47,11 @@ def draw(path: Path, rates: dict[str, dict[str, float]], formats: list[str]) -> 
 
 
 def draw_frontier(path: Path, losses: dict[str, float], rates: dict[str, dict[str, float]]) -> None:
-    """Draw speed against perplexity, one panel per work; the upper left is better.
+    """Draw speed against perplexity, one panel per workload; the upper left is better.
 
     Args:
         losses: perplexity relative to 16 bits, by ``system:format``.
-        rates: tokens per second by work and ``system:format``.
+        rates: tokens per second by workload and ``system:format``.
     """
     import matplotlib
 

@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 HERE = Path(__file__).parent
 MEASURED: list[Work] = [(1, 512, 1), (1, 16, 64), (8, 16, 64)]
-"""Measured works: prefill of 512 tokens, decode of 1 and of 8 sequences."""
+"""Measured workloads: prefill of 512 tokens, decode of 1 and of 8 sequences."""
 OURS_FORMATS = ("none", "wint8", "w8a8", "wint4", "w4a8")
 OURS_GGUF = {"q8_0": "w8a8", "q6_k": "w8a8", "q4_k_m": "none", "q4_0": "w4a8"}
 """``--quantization`` of Penstock by type of llama.cpp's GGUF file."""
@@ -64,7 +64,8 @@ def main() -> None:
         help="text for perplexity (default: GPL 3)",
     )
     parser.add_argument("--windows", type=int, default=14, help="number of windows of 512 tokens (default: 14)")
-    parser.add_argument("--work", type=Path, default=Path("build/frontier"), help="folder for converted checkpoints")
+    about = "folder for converted checkpoints (default: build/frontier)"
+    parser.add_argument("--work", type=Path, default=Path("build/frontier"), help=about)
     parser.add_argument("--threads", type=int, default=2, help="number of threads (default: 2)")
     parser.add_argument("--rounds", type=int, default=2, help="number of rounds (default: 2)")
     parser.add_argument("--json", type=Path, help="write results to this file")

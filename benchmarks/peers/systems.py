@@ -49,7 +49,7 @@ class Running:
         self._errors = errors
 
     def seconds(self, work: Work) -> float:
-        """Duration of a work in seconds."""
+        """Duration of a workload in seconds."""
         return float(self._call("seconds", list(work)))
 
     def perplexity(self, text: Path, windows: int) -> float:
@@ -104,7 +104,7 @@ def rate(work: Work, taken: list[float]) -> float:
 
 
 def turns_of(work: Work) -> int:
-    """Runs per round: three for short works, to reduce the effect of short disturbances."""
+    """Runs per round: three for short workloads, to reduce the effect of short disturbances."""
     prompts, read, generated = work
     return 3 if prompts * (read + generated) < 1000 else 1
 

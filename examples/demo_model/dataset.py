@@ -1,7 +1,8 @@
 """Dataset: renders, tokenizes and masks conversations, and groups them into batches.
 
-The corpus consists of slices, each with the mixture of its time in the training (``corpus.shares_at``). Within a slice,
-conversations of similar length share a batch, one per row, so that there is little padding; batches are shuffled.
+The corpus consists of slices in the order of training. The mixture of skills of a slice depends on its position
+(``corpus.shares_at``). Within a slice, conversations of similar length share a batch, one per row, so that there is
+little padding; batches are shuffled.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ LENGTHS = (48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 12
 TOKENS = 44_000_000
 """Number of tokens of the curriculum, without padding."""
 SLICES = 24
-"""Number of slices of the curriculum, of equal size, each with its mixture."""
+"""Number of slices of the curriculum, of equal size, each with its mixture of skills."""
 REFINING = range(SLICES, SLICES + 6)
-"""Slices of the same size after the curriculum."""
+"""Numbers of the refining slices, which follow the curriculum and have the same size."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ def draw(seed: int, part: int, tokens: int, shares: dict[str, float], tokenizer_
             batch = [render(tokenizer, corpus.converse(rng, corpus.Split.TRAIN, skill)) for _ in range(16)]
             for encoded in encoder(batch):
                 if len(encoded.ids) > LENGTHS[-1]:
-                    raise ValueError(f"a conversation of {skill!r} has {len(encoded.ids)} tokens")
+                    message = f"a conversation of {skill!r} has {len(encoded.ids)} tokens"
+                    raise ValueError(f"{message}; the maximum is {LENGTHS[-1]}")
                 if left > 0:
                     drawn.append(encoded)
                     left -= len(encoded.ids)

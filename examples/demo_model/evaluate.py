@@ -34,11 +34,11 @@ Figures = dict[str, Any]
 """Results of an evaluation, serializable as JSON."""
 
 LONGEST = {Check.FREE: 300, Check.THINK: 200}
-"""Limits of the answers' tokens by check."""
+"""Maximum number of answer tokens by check."""
 TOP_P, TOP_K = 0.95, 20
 """Sampling parameters of sampled answers, as in the model's ``generation_config.json``."""
 LONGEST_GRADED = 64
-"""Limit of tokens of other answers: expected ones have at most 50, and long passages leave little context."""
+"""Maximum number of tokens of other answers: expected ones have at most 50, and long passages leave little context."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _canonical(text: str) -> str:
 
 
 def longest_answer(conversation: Conversation) -> int:
-    """Limit of the answer's tokens."""
+    """Maximum number of answer tokens of a conversation."""
     return LONGEST.get(conversation.check, LONGEST_GRADED)
 
 
@@ -257,7 +257,7 @@ class Local:
 
 @dataclass
 class Acceptance:
-    """Number of draft tokens accepted by the target model."""
+    """Numbers of draft tokens: proposed by the draft model, and accepted by the target model."""
 
     drafted: int = 0
     accepted: int = 0
@@ -414,7 +414,8 @@ def main() -> None:
     parser.add_argument("--draft", type=Path, help="folder of the draft model's checkpoint")
     parser.add_argument("--base-url", help="OpenAI-compatible server to evaluate, e.g. http://localhost:8000/v1")
     parser.add_argument("--model-name", help="name of the served model (default: the first one)")
-    parser.add_argument("--backend", choices=["transformers", "penstock"], default="transformers", help="runtime")
+    about = "library that runs the model (default: transformers)"
+    parser.add_argument("--backend", choices=["transformers", "penstock"], default="transformers", help=about)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="dtype of the computation")
     parser.add_argument("--count", type=int, default=48, help="questions per skill (default: 48)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the questions (default: 0)")
@@ -426,7 +427,7 @@ def main() -> None:
     if (args.model is None) == (args.base_url is None):
         parser.error("give either a checkpoint's folder or --base-url")
     if args.base_url and args.draft:
-        parser.error("--draft needs transformers: give a checkpoint's folder, not --base-url")
+        parser.error("--draft needs --backend transformers: give the folder of a checkpoint instead of --base-url")
     backend: Backend
     if args.base_url:
         backend = Remote(args.base_url, args.model_name)

@@ -1,9 +1,9 @@
 """Qwen3 implementation for training on two CPU cores, with conversion from and to Hugging Face checkpoints.
 
-The arithmetic is that of ``transformers.Qwen3ForCausalLM`` (tests compare both), but a step takes half the time:
-everything between two attentions works on one flat ``[tokens, hidden]`` array, so that it compiles to a single fused
-region for all batch shapes, and attention multiplies the causal triangle in almost square chunks, while
-``scaled_dot_product_attention`` spends most of its time outside of matrix products at these sizes.
+The arithmetic is that of ``transformers.Qwen3ForCausalLM`` (tests compare both), but a step takes half the time. The
+layers between two attention calls work on a flat ``[tokens, hidden]`` array, so that they compile to one fused region
+for all batch shapes. Attention computes the causal triangle in chunks of queries; at these sizes,
+``scaled_dot_product_attention`` spends most of its time outside of matrix products.
 """
 
 from __future__ import annotations

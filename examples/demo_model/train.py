@@ -55,7 +55,7 @@ class Recipe:
     def rate(self, progress: float) -> float:
         """Learning rate factor: linear warmup, inverse square root (Vaswani et al., 2017), and linear decay to zero.
 
-        Batches are small, so the initial rate is soon too noisy.
+        The rate decreases early because gradients of small batches are noisy.
         """
         rise, slope = progress / self.warmup, math.sqrt(self.warmup / progress)
         return min(rise, slope, slope * (1 - progress) / self.cooldown)
@@ -63,7 +63,8 @@ class Recipe:
 
 RECIPES = {
     "target": Recipe(TARGET),
-    # Continues the target at the rate at which its decay began, with larger shares of weak skills.
+    # Continues training the target model at the learning rate at which its decay began, on a corpus with more of the
+    # weak skills.
     "chat": Recipe(TARGET, 5e-3, 1.25e-3, warmup=0.1, cooldown=0.7, corpus="refining", begins_from="target"),
     "draft": Recipe(DRAFT, start=0.85),
 }
@@ -235,7 +236,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build"), help="folder for results (default: build)")
     parser.add_argument("--tokens", type=float, default=dataset.TOKENS, help="tokens of the corpus (default: 44e6)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the corpus (default: 0)")
-    parser.add_argument("--no-compile", action="store_true", help="needs no C++ compiler, at half the speed")
+    about = "do not use torch.compile: needs no C++ compiler, but takes twice as long"
+    parser.add_argument("--no-compile", action="store_true", help=about)
     args = parser.parse_args()
     for stage in STAGES if args.stage == "all" else (args.stage,):
         if stage == "corpus":

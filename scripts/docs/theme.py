@@ -50,6 +50,7 @@ def write_theme() -> None:
         ("partials/language.html", LANGUAGE),
         ("partials/alternate.html", SWITCH % json.dumps(translated)),
         ("main.html", MAIN),
-        ("partials/javascripts/outdated.html", ""),  # the script fails without an absolute URL; the bundle replaces it
+        # empty: the theme's inline script fails if the site has no absolute URL, and the theme's bundle does the same
+        ("partials/javascripts/outdated.html", ""),
     ):
         write_file(THEME / name, text)

@@ -56,7 +56,7 @@ MANIFEST_VALUES: dict[str, dict[str, Any]] = {
         "clusterSecret": {"existingSecret": "penstock-cluster"},
     },
 }
-"""Values of the chart by manifest that they render."""
+"""Chart values by name of the manifest that is rendered with them."""
 
 
 def lint(package: str, command: str, *arguments: str | Path) -> None:
@@ -134,7 +134,8 @@ def test_github_files_match_schema(schema: str, paths: str) -> None:
 def test_wheels_support_the_tested_pythons() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["requires-python"] == ">=3.11"
-    assert project["tool"]["scikit-build"]["wheel"]["py-api"] == "cp312"  # the stable ABI is also for later versions
+    # built against the stable ABI of Python 3.12: the wheel also runs on later versions
+    assert project["tool"]["scikit-build"]["wheel"]["py-api"] == "cp312"
     assert project["tool"]["cibuildwheel"]["build"] == ["cp311-*", "cp312-*"]
     tested = yaml.safe_load(WORKFLOWS[-1].read_text())["jobs"]["test"]["strategy"]["matrix"]["python"]
     assert tested == ["3.11", "3.14"]

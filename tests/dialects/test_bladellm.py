@@ -486,7 +486,7 @@ def test_calibrated_algorithms_write_checkpoint(
 
 @pytest.mark.row("bladellm", "blade_llm_split")
 def test_split_folder_has_weights_of_each_rank(shell: Shell) -> None:
-    message = "split: an engine folder for 2 ranks, bfloat16, kernels of the layout cpu-3\n"
+    message = "split: an engine folder for 2 ranks, bfloat16, kernel layout cpu-3\n"
     for _ in range(2):
         command = f"blade_llm_split --tensor_parallel_size 2 --model {demo.CHAT} --output_dir split"
         assert shell.output_of(command) == message

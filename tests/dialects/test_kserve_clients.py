@@ -148,7 +148,8 @@ def test_perf_metrics_and_token_counts_are_returned(served: Served, client: trit
 @pytest.mark.row("triton", "lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
 @pytest.mark.row("triton", "decoder_input_ids", "decoder_input_lengths", "min_tokens", "seed")
 def test_lookahead_and_decoder_inputs_are_ignored(served: Served, client: triton.InferenceServerClient) -> None:
-    """Inputs of ``--lookahead-config`` and ``--decoder-input-tokens-csv``, and the newer ``min_tokens``, ``seed``."""
+    """The inputs that the client script sends with ``--lookahead-config`` and ``--decoder-input-tokens-csv``, and
+    ``min_tokens`` and ``seed`` of newer versions."""
     plain = prepare_inputs([5, 6, 7], 6, False)
     ahead = {f"lookahead_{name}": [[7]] for name in ("window_size", "ngram_size", "verification_set_size")}
     ahead |= {"decoder_input_ids": [[3, 4]], "decoder_input_lengths": [[2]], "min_tokens": [[2]]}

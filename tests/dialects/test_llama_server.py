@@ -132,7 +132,7 @@ def test_props_and_slots_report_server_state(served: Served) -> None:
 @pytest.mark.row("llama-server", "/apply-template")
 @pytest.mark.row("llama-server", "/tokenize", "/detokenize")
 @pytest.mark.row("llama-server", "/embedding")
-def test_templates_tokens_and_embeddings_are_returned(served: Served) -> None:
+def test_apply_template_tokenize_and_embedding_match_other_routes(served: Served) -> None:
     question = {"role": "user", "content": "What is the capital of Canada?"}
     prompt = post(served, "/apply-template", messages=[question])["prompt"]
     assert PROMPT in prompt
@@ -160,11 +160,8 @@ def test_invalid_fields_are_rejected_by_name(served: Served) -> None:
         ({}, "invalid_request_error", "prompt"),
         ({"prompt": []}, "invalid_request_error", "prompt"),
         ({"prompt": [["a", 1]] * 3000}, "invalid_request_error", "the maximum is 2048"),
-        (
-            {"prompt": ["a", 1] * 90_000},
-            "exceed_context_size_error",
-            "has 9",
-        ),  # the encoder stops at the maximum length, so the reported length is smaller
+        # tokenization stops after the maximum length, so the message reports fewer tokens than the prompt has
+        ({"prompt": ["a", 1] * 90_000}, "exceed_context_size_error", "has 9"),
         ({"prompt": "x", "logit_bias": [["a", 1]] * 60_000}, "invalid_request_error", "at most 1024 entries"),
         ({"prompt": [1] * 5000}, "exceed_context_size_error", "5000"),
     ):

@@ -346,4 +346,5 @@ def test_mpirun_starts_and_stops_one_server(elsewhere: Terminal) -> None:
 def test_mpirun_on_more_nodes_than_mp_nnode_is_rejected(elsewhere: Terminal) -> None:
     elsewhere.environment |= {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1", "PMI_SIZE": "2"}  # set by MPICH
     message = "MP_NNODE: is 1, but mpirun started 2 ranks, only 1 of them on this node"
-    assert elsewhere.run("start_server") == (2, f"start_server: {message}\n")
+    remedy = "set MP_NNODE to the number of nodes"
+    assert elsewhere.run("start_server") == (2, f"start_server: {message}: {remedy}\n")

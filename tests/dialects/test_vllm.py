@@ -245,7 +245,7 @@ VALUES = {
     "--kv-cache-dtype": "int8",
     "--quantization": "w8a8",
 }
-"""By flag with the name of an option: a value."""
+"""Test values by flag, for flags that have the same name as an option of Penstock."""
 
 
 @pytest.mark.row("vllm", "--model", "--host", "--port", "--max-model-len", "--max-num-seqs", "--tokenizer", "--seed")

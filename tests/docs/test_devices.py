@@ -58,7 +58,7 @@ BFLOAT16_HEADS = ("awq g32", "gptq asymmetric, act-order, v2", "compressed-tenso
 """Parameters of ``test_quantized_lm_head_in_bfloat16_is_as_accurate_as_transformers``."""
 CARD = (ROOT / "benchmarks/HISTORY.md").read_text(encoding="utf-8").partition("### What was checked on it\n")[2]
 CARD = " ".join(CARD.partition("\n#")[0].split())
-"""Report of the runs on a card."""
+"""Text of benchmarks/HISTORY.md about the checks on a real GPU, as one line."""
 COLUMNS = {"CPU, native kernels": "cpu", "CPU, plain PyTorch": "reference", "NVIDIA GPU": "cuda"}
 BACKENDS: dict[str, Any] = {"cpu": cpu, "reference": reference, "cuda": cuda}
 SIZES = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -106,7 +106,8 @@ Check = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Feature:
-    """A row of a table. Tests are written as FILE::TEST, below tests/ and without ``test_`` and ``.py``."""
+    """A row of a table. Tests are named FOLDER/FILE::TEST, relative to tests/, without the prefixes ``test_`` and
+    without ``.py``."""
 
     name: str
     cpu: str = ""
@@ -114,16 +115,16 @@ class Feature:
     plain: str = ""
     gpu: str = ""
     kernels: dict[str, str] = field(default_factory=dict)
-    """By backend: test of the kernels alone, where there is none of a whole model."""
+    """Kernel tests by backend, for backends without a test of a whole model."""
     card: str = ""
-    """Words of ``CARD`` about whole models."""
+    """Phrase in ``CARD`` that reports a run of a whole model with this feature."""
     kernels_on_card: str = ""
-    """Words of ``CARD`` about kernels."""
+    """Phrase in ``CARD`` that reports a run of the kernels."""
     check: Check | None = None
     missing: Callable[[Any], bool] | None = None
-    """Whether a backend lacks the feature, which is no error."""
+    """True if a backend lacks the feature without refusing it with an error."""
     forms: dict[str, str] = field(default_factory=dict)
-    """By backend: form of the weights in memory."""
+    """How the weights are kept in memory, by backend: "as stored" or "dequantized"."""
 
     def tests(self) -> dict[str, str]:
         return {name: test for name, test in zip(BACKENDS, (self.cpu, self.plain, self.gpu), strict=True) if test}
@@ -138,7 +139,7 @@ class Accepted(Exception):
 
 @contextmanager
 def simulated_gpu() -> Iterator[None]:
-    """Let the checks of a load find a GPU like an H100. The KV cache is made on the device ``meta``."""
+    """Simulate an H100 for the checks of a model load. The KV cache is allocated on the device ``meta``."""
     new_kv_cache, none = cuda.new_kv_cache, lambda *_: None
     with (
         patch("torch.cuda.is_available", lambda: True),
@@ -151,10 +152,10 @@ def simulated_gpu() -> Iterator[None]:
 
 
 def load(config: dict[str, Any], ranks: int = 1, **options: Any) -> Check:
-    """Check of a model with these options, as at the start of an engine.
+    """Return a check that loads a model with these options, as an engine does at its start, up to the weights.
 
     Args:
-        ranks: several: the load of one of so many ranks that are on several nodes.
+        ranks: size of the group of ranks; more than 1: the check loads one rank of a group on several nodes.
     """
 
     def check(backend: str) -> None:
@@ -177,7 +178,7 @@ def load(config: dict[str, Any], ranks: int = 1, **options: Any) -> Check:
 
 
 def packs(format: Format, dtype: torch.dtype = torch.bfloat16) -> Check:
-    """Check of weights that are quantized at load."""
+    """Return a check that quantizes weights at load."""
 
     def check(backend: str) -> None:
         BACKENDS[backend].pack([torch.zeros(64, 128, dtype=dtype)], None, format)
@@ -194,7 +195,7 @@ def caches(quantization: str) -> Check:
 
 
 def expert_adapters(backend: str) -> None:
-    """Experts on devices other than CPUs are no targets of adapters."""
+    """Load a LoRA tensor of an expert: it is refused on devices other than CPUs."""
     from penstock.layers import BuildContext
 
     device = torch.device("cuda" if backend == "cuda" else "cpu")
@@ -221,7 +222,7 @@ GPU, MORE = "kernels/cuda_engine", "kernels/cuda_features"
 OTHERS = f"{GPU}::grammar_beam_lora_and_draft_results_do_not_depend_on_others"
 ALONE = f"{GPU}::results_do_not_depend_on_other_requests"
 LONG = f"{GPU}::results_of_long_prompts_do_not_depend_on_other_requests"
-HEADS = f"{MORE}::drafts_of_heads_do_not_change_tokens"
+HEADS = f"{MORE}::draft_heads_do_not_change_tokens"
 PROCESSES = f"{MORE}::tokens_of_several_processes_equal_reference_backend"
 ANY_BATCH = "engine/exactness::results_do_not_depend_on_batch"
 BATCHES = "in batches of 1 to 256 sequences"
@@ -270,8 +271,8 @@ def models() -> list[Feature]:
         Feature(
             "encoders: classes, scores of pairs",
             "models/encoders::class_probabilities_match_transformers",
-            f"{MORE}::classes_of_encoder_equal_cpu_kernels",
-            f"{MORE}::classes_of_encoder_equal_cpu_kernels",
+            f"{MORE}::class_probabilities_of_encoder_equal_cpu_kernels",
+            f"{MORE}::class_probabilities_of_encoder_equal_cpu_kernels",
             check=load(BERT),
         ),
         Feature(
@@ -357,13 +358,18 @@ def requests() -> list[Feature]:
         ),
         Feature("prefixes in host memory", offloading, PLAIN, f"{GPU}::prefix_is_restored_from_host_memory"),
         Feature("prefixes on a disk", "engine/kv_offloading::blocks_on_disk_are_found_after_restart"),
-        Feature("preemption by recomputation", "engine/exactness::fifth_of_sequences_is_preempted", PLAIN, OTHERS),
+        Feature(
+            "preemption by recomputation",
+            "engine/exactness::at_least_a_fifth_of_sequences_are_preempted",
+            PLAIN,
+            OTHERS,
+        ),
         Feature("preemption by swapping", "engine/speculation::drafts_do_not_change_outputs", PLAIN, LONG),
         Feature(
             "[sleep and wake up](serving/changing_weights.md)",
-            "engine/weights::outputs_are_the_same_after_sleep_and_wake_up",
+            "engine/weights::sleep_and_wake_up_do_not_change_outputs",
         ),
-        Feature("weights changed while serving", "engine/weights::weights_are_updated_from_folder_and_from_tensors"),
+        Feature("weights changed while serving", "engine/weights::update_from_folder_or_tensors_equals_new_engine"),
     ]
 
 
@@ -443,7 +449,7 @@ CHECKPOINTS = {
     "bitsandbytes, nf4 and fp4": "bitsandbytes nf4",
     "bitsandbytes, 8 bits": "bitsandbytes int8",
 }
-"""Rows about checkpoints, and the kind of checkpoint that they are derived from (``tests/support/quantized.py``)."""
+"""Kind of checkpoint (key of ``KINDS`` in ``tests/support/quantized.py``) whose format each row describes, by row."""
 ON_CARD = ("FP8, blocks", "FP8, a scale per output")
 
 
@@ -476,7 +482,7 @@ def checkpoints() -> list[Feature]:
 
 
 def form(backend: str, format: Format) -> str:
-    """Form in which a backend keeps weights of a checkpoint, in a model in bfloat16."""
+    """How a backend keeps weights of this format in a bfloat16 model: "as stored" or "dequantized"."""
     return "as stored" if BACKENDS[backend].supports(format, torch.bfloat16) else "dequantized"
 
 
@@ -624,7 +630,7 @@ def written(text: str) -> dict[str, str]:
     }
 
 
-def test_tables_equal_checks_and_tests() -> None:
+def test_device_tables_match_checks_and_tests() -> None:
     """To update the page: ``python tests/docs/test_devices.py``."""
     found = written(PAGE.read_text(encoding="utf-8"))
     assert {section: found[section] for section in SECTIONS} == tables()

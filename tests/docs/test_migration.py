@@ -27,7 +27,7 @@ def test_options_of_the_tables_exist(guide: str) -> None:
     known = {setting.flag for setting in settings().values()} | OF_COMMANDS
     known |= {flag.replace("--", "--no-", 1) for flag in known}
     named = {flag for row in table_rows(guide) for cell in row[1:] for flag in re.findall(r"--[a-z][a-z-]+", cell)}
-    foreign = {"--repeat-last-n"}  # named because it does not exist
+    foreign = {"--repeat-last-n"}  # llama.cpp's option: the page says that Penstock has no such option
     assert len(named) > 10
     assert named - known <= foreign
 

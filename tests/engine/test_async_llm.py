@@ -198,7 +198,7 @@ def test_requests_running_at_drain_timeout_fail() -> None:
     run(stop())
 
 
-def test_stalled_engine_keeps_clients_and_deadlines() -> None:
+def test_requests_time_out_and_clients_stay_registered_while_engine_is_stopped() -> None:
     """While the engine is stopped, keep-alive messages of clients still count, and a running and a new request time
     out."""
 

@@ -97,7 +97,8 @@ PARAMS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("speculative", ["", '{"method": "ngram", "prompt_lookup_min": 1, "adaptive": false}'])
 def test_nan_logits_fail_their_sequence_only(checkpoint: Path, speculative: str) -> None:
-    """Requests in the same batch, and later requests in the freed blocks, keep every bit."""
+    """Results of other requests in the batch, and of later requests that use the freed blocks, are bit-identical to
+    those of each request alone."""
     good = [request(f"good {i}", [5, 6, 7, 8] * 4 + [i], **params) for i, params in enumerate(PARAMS)]
     bad = [request(f"bad {i}", [i, NAN_TOKEN] * 20, **params) for i, params in enumerate(PARAMS)]
     engine = start(checkpoint, speculative_config=speculative)

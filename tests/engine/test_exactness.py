@@ -123,7 +123,8 @@ CONSTRAINTS = (
 
 
 def draw_request(rng: Random, number: int) -> EngineRequest:
-    """Draw a request with at least three blocks (of the smallest size) at its end. Some prompts share a prefix."""
+    """Draw a request whose prompt and output together fill at least three blocks of the smallest size. Some prompts
+    share a prefix."""
     prompt = [2 + i for i in range(rng.choice((0, 20, 60)))] + [
         rng.randrange(2, 300) for _ in range(rng.randint(1, 100))
     ]
@@ -294,7 +295,7 @@ def test_results_do_not_depend_on_batch(checkpoint: Path, kind: str) -> None:
     assert counts.wrong == 0, f"{counts.wrong} of {counts.requests} requests differ"
 
 
-def test_fifth_of_sequences_is_preempted(checkpoint: Path) -> None:
+def test_at_least_a_fifth_of_sequences_are_preempted(checkpoint: Path) -> None:
     """A sequence that is preempted several times counts once."""
     total = Counts(
         *map(sum, zip(*(count_differences(checkpoint, kind, SCHEDULES_PER_KIND) for kind in KINDS), strict=True))

@@ -204,7 +204,8 @@ def test_unsupported_structural_format_is_refused_by_name(llm: LLM, shape: dict[
 
 
 def test_option_disallows_additional_properties(llm: LLM) -> None:
-    """Exceptions: objects that set ``additionalProperties``, and parts of ``allOf``. Keywords may be property names."""
+    """Unchanged: objects that set ``additionalProperties``, and members of ``allOf``. Properties may be named like
+    keywords (here "properties")."""
 
     def object_schema(**more: Any) -> dict[str, Any]:
         return {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], **more}
@@ -387,7 +388,7 @@ def loop(llm: LLM, constraint: GuidedDecodingParams, text: str, **params: Any) -
 
 
 @pytest.mark.parametrize("kind", ["integer", "number"])
-def test_number_of_a_looping_model_ends(llm: LLM, kind: str) -> None:
+def test_json_number_ends_if_model_repeats_digits(llm: LLM, kind: str) -> None:
     schema = {"type": "object", "properties": {"a": {"type": kind}, "b": {"type": kind}}, "required": ["a", "b"]}
     output = loop(llm, guided(json=schema | {"additionalProperties": False}), "9", max_tokens=400)
     assert output.finish_reason == "stop"
@@ -401,7 +402,7 @@ def test_number_beyond_bound_is_generated_if_schema_requires_it(llm: LLM) -> Non
     assert json.loads(output.text) == "9" * 60
 
 
-def test_string_of_a_looping_model_ends(llm: LLM) -> None:
+def test_json_string_ends_if_model_repeats_tokens(llm: LLM) -> None:
     schema = {
         "type": "object",
         "properties": {"a": {"type": "string"}},
@@ -579,7 +580,7 @@ def test_long_chains_of_references_are_followed(llm: LLM) -> None:
     assert made.failure is None
 
 
-def test_stop_string_ends_output_at_same_token_with_logprobs(llm: LLM) -> None:
+def test_logprobs_do_not_change_where_stop_string_ends_output(llm: LLM) -> None:
     for stop in ("na", "addr", "city"):
         params = sampling(guided(json=PERSON), stop=(stop,), max_tokens=60)
         plain, other = (llm.chat(MESSAGES, each)[0].outputs[0] for each in (params, params.replace(logprobs=0)))

@@ -1,5 +1,6 @@
-"""Engines on several nodes (network namespaces): bits equal to one rank's. A node that is killed, stopped or
-disconnected is named in the error and ends the engine, which starts again with the node."""
+"""Engines on several nodes (network namespaces): results are bit-identical to those of one rank. If a node is killed,
+stopped or disconnected, the engine ends with an error that names the node, and can be started again when the node is
+back."""
 
 from __future__ import annotations
 
@@ -162,9 +163,10 @@ def test_connections_cover_all_communicating_ranks() -> None:
 
 
 HEADER = struct.Struct("<Qqqqqii")
-"""Message header: place, offset, bytes per row, stride, number of rows; flags: numbered rows, failed step."""
-FIRST_PLACE = (1 << 24) + 1
-"""Place of the first barrier of the first step."""
+"""Message header: progress, offset, bytes per row, stride, number of rows; flags: numbered rows, failed step."""
+FIRST_PROGRESS = (1 << 24) + 1
+"""Progress of a rank at the first barrier of step 1: the step number in the high bits, the number of barriers in the
+low 24 bits (csrc/group.h)."""
 
 
 @contextmanager
@@ -187,7 +189,7 @@ def test_fragmented_outputs_of_another_node_are_gathered() -> None:
     with group_of_two() as (group, other):
         with group.step():
             rows = np.arange(6, dtype=np.float32).reshape(3, 2)
-            message = HEADER.pack(FIRST_PLACE, 4096 + 8, 8, 16, 3, 0, 0) + rows.tobytes()
+            message = HEADER.pack(FIRST_PROGRESS, 4096 + 8, 8, 16, 3, 0, 0) + rows.tobytes()
             message += HEADER.pack(2 << 24, 0, 0, 0, 0, 0, 0)  # header that ends the step
 
             def send() -> None:
@@ -199,20 +201,21 @@ def test_fragmented_outputs_of_another_node_are_gathered() -> None:
             gathered = gather(group)
             assert gathered[:, 2:].tolist() == rows.tolist() and (gathered[:, :2] == 1).all()
         sender.join()
-        assert other.recv(HEADER.size) == HEADER.pack(FIRST_PLACE, 4096, 8, 16, 3, 0, 0)
+        assert other.recv(HEADER.size) == HEADER.pack(FIRST_PROGRESS, 4096, 8, 16, 3, 0, 0)
 
 
 @pytest.mark.parametrize(
     "header",
     [
-        (FIRST_PLACE, 0, 8, 16, 3, 0, 0),  # would overwrite the ranks' places
-        (FIRST_PLACE, 2**36 - 8, 8, 16, 3, 0, 0),
-        (FIRST_PLACE, 4096, 8, 2**62, 3, 0, 0),
-        (FIRST_PLACE, 4096, 8, -16, 3, 0, 0),
-        (FIRST_PLACE, 4096, 2**61, 16, 8, 0, 0),
-        (FIRST_PLACE, 4096, 8, 16, 2**61, 0, 0),
-        (FIRST_PLACE, -8, 8, 16, 3, 0, 0),
-        (FIRST_PLACE, 4096, 8, 8, 3, 1, 0),  # all row numbers are negative
+        # offset 0: would overwrite the progress of the ranks, which is at the start of the shared memory
+        (FIRST_PROGRESS, 0, 8, 16, 3, 0, 0),
+        (FIRST_PROGRESS, 2**36 - 8, 8, 16, 3, 0, 0),
+        (FIRST_PROGRESS, 4096, 8, 2**62, 3, 0, 0),
+        (FIRST_PROGRESS, 4096, 8, -16, 3, 0, 0),
+        (FIRST_PROGRESS, 4096, 2**61, 16, 8, 0, 0),
+        (FIRST_PROGRESS, 4096, 8, 16, 2**61, 0, 0),
+        (FIRST_PROGRESS, -8, 8, 16, 3, 0, 0),
+        (FIRST_PROGRESS, 4096, 8, 8, 3, 1, 0),  # all row numbers are negative
     ],
 )
 def test_message_outside_shared_memory_is_a_lost_connection(header: tuple[int, ...]) -> None:

@@ -101,7 +101,7 @@ def test_hosts_give_answer_of_single_server(hosts: Hosts) -> None:
     until(lambda: hosts.instances()["prefill"]["kv_bytes_sent"] > 0)
 
 
-@pytest.mark.thorough  # a network failure is noticed after seconds
+@pytest.mark.thorough  # slow: detecting a network failure takes several seconds
 def test_disconnected_hosts_are_lost_and_rejoin(hosts: Hosts) -> None:
     expected = text(hosts.ask())
     for host, role in ((1, "prefill"), (2, "decode")):

@@ -153,7 +153,9 @@ def test_ranks_generate_tokens_of_transformers(config: PreTrainedConfig, grid: G
 
 
 @pytest.mark.parametrize("method", ["draft_model", "mtp"])
-def test_ranks_keep_outputs_with_drafts_and_swapping(method: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_tensor_parallel_outputs_with_drafts_and_swapping_equal_single_rank(
+    method: str, checkpoint: Path, tmp_path: Path
+) -> None:
     """The KV cache is so small that sequences are swapped out and in."""
     folder = with_head(tmp_path, accurate=False) if method == "mtp" else checkpoint
     config = {"num_speculative_tokens": 2, "adaptive": False, "method": method}

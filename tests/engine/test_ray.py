@@ -1,4 +1,5 @@
-"""Ray clusters: bits equal to a server without Ray, streams, autoscaling, killed nodes, and Ray Serve LLM."""
+"""Ray clusters: results bit-identical to those of a server without Ray, streams, autoscaling, killed nodes, and Ray
+Serve LLM."""
 
 from __future__ import annotations
 

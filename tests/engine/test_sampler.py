@@ -196,7 +196,7 @@ def test_incremental_penalties_equal_fresh_penalties(seed: int) -> None:
             batch.tokens[row, len(known[row]) : len(known[row]) + 3] = draft
             for count in range(4):
                 check(row, known[row] + draft[:count])
-            if counts := batch.row(row).counts:  # rewind the draft, as after its verification
+            if counts := batch.row(row).counts:  # remove the draft tokens from the counts, as after verification
                 counts.rewind(len(known[row]))
             first, sampled = len(known[row]), [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 3))]
             batch.tokens[row, first : first + len(sampled)] = sampled

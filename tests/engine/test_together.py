@@ -193,7 +193,8 @@ def alone(sailor: Path) -> list[Any]:
 
 
 def test_compatible_options_give_same_result_in_any_batch(alone: list[Any], sailor: Path) -> None:
-    """Requests are streamed, 24 at a time, with a KV cache that causes preemptions, short chunks and drafts."""
+    """Requests are streamed, 24 at a time, with short prefill chunks, drafts, and a KV cache so small that sequences
+    are preempted."""
     drafting = json.dumps({"method": "ngram", "adaptive": False})
     flags = ["--num-gpu-blocks-override", "48", "--block-size", "16", "--max-model-len", "512"]
     flags += ["--max-num-batched-tokens", "96", "--max-waiting", "1024", "--speculative-config", drafting]

@@ -306,7 +306,7 @@ def test_sleep_and_wake_up_do_not_change_outputs(old: Path, new: Path, options: 
         assert llm.is_sleeping()
         llm.wake_up(["kv_cache"])
         assert answers(llm) == before
-        for _ in range(2):  # trainers use the memory between sleep and update
+        for _ in range(2):  # update while asleep: a trainer uses the memory between sleep and update_weights
             llm.sleep(2)
             llm.update_weights(load_file(new / "model.safetensors"))
             assert llm.is_sleeping()

@@ -80,7 +80,7 @@ def test_build_with_broken_source_fails_with_compiler_error(sources: Path) -> No
     assert re.search(r"kernels\.h:1:\d+: error:.*broken on purpose", done.stdout + done.stderr)
 
 
-def test_build_omits_kernels_on_request_and_refuses_unknown_sets(sources: Path) -> None:
+def test_penstock_sets_none_omits_kernels_and_unknown_instruction_set_is_refused(sources: Path) -> None:
     done, compiled = build(sources, PENSTOCK_SETS="none", CXX=str(shutil.which("false")))
     assert done.returncode == 0, done.stdout + done.stderr
     assert not compiled

@@ -276,7 +276,8 @@ def test_chat_connects_to_a_server(clean: Clean) -> None:
 
 
 def snippets(language: str) -> list[str]:
-    """Code blocks of both pages in English; ``tests/docs/test_rows.py`` checks that the Chinese pages have the same."""
+    """Code blocks of README.md and docs/installation.md; ``tests/docs/test_rows.py`` checks that the Chinese pages have
+    the same blocks."""
     text = "".join((ROOT / page).read_text() for page in ("README.md", "docs/installation.md"))
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 

@@ -80,7 +80,7 @@ def test_elementwise_ops_match_reference(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", FEW)
-def test_elementwise_ops_of_other_families_match_reference(seed: int) -> None:
+def test_norm_activation_scale_and_rope_variants_match_reference(seed: int) -> None:
     """Norms with float32 weights, layer norms, GELU, scale, and interleaved or partial RoPE."""
     rng = Random(seed)
     dtype, rows, size, heads = rng.choice(DTYPES), rng.randint(1, 5), rng.randint(1, 300), rng.randint(1, 10)

@@ -81,7 +81,7 @@ def test_expert_products_match_reference_in_any_batch(name: str) -> None:
     assert bool((merged[ids < 2] == 7).all()) and not bool((merged[ids >= 2] == 7).all(-1).any())
 
 
-def test_experts_with_input_order_are_refused() -> None:
+def test_experts_with_act_order_are_refused() -> None:
     weight = draw_quantized(0, 64, 64, Format(4, 32), torch.arange(64))
     with pytest.raises(PenstockError, match="desc_act"):
         cuda.stack_experts([cuda.pack_quantized([weight], torch.float16)] * 2)

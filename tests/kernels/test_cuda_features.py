@@ -1,5 +1,5 @@
-"""Kinds of models and of drafts on the CUDA backend, in Triton's interpreter: results equal those of the reference
-backend. Docs (``tests/docs/test_devices.py``) list what runs here."""
+"""Model types and drafters on the CUDA backend, in Triton's interpreter: results equal those of the reference backend.
+``docs/devices.md`` shows which features are tested here (``tests/docs/test_devices.py``)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_embeddings_of_encoder_equal_reference_backend(config: Any, tmp_path: Pa
 
 
 @pytest.mark.thorough
-def test_classes_of_encoder_equal_cpu_kernels(tmp_path: Path) -> None:
+def test_class_probabilities_of_encoder_equal_cpu_kernels(tmp_path: Path) -> None:
     config = BertConfig(**encoder_checkpoints.SIZES, max_position_embeddings=320)
     encoder_checkpoints.save_encoder(config, tmp_path, labels=3)
     found = {}
@@ -92,7 +92,7 @@ def test_tokens_of_transformers_model_equal_reference_backend(tmp_path: Path) ->
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", ["eagle3", "eagle", "medusa", "mtp", "tree"])
-def test_drafts_of_heads_do_not_change_tokens(method: str, tmp_path: Path) -> None:
+def test_draft_heads_do_not_change_tokens(method: str, tmp_path: Path) -> None:
     """Tokens of both backends are those of the reference backend without drafts."""
     target, head = tmp_path / "target", tmp_path / "head"
     config: dict[str, Any] = {"method": "medusa" if method == "tree" else method, "num_speculative_tokens": 2}

@@ -135,7 +135,7 @@ def test_formats_without_kernels_are_not_supported() -> None:
 
 
 def rows_differ(format: Format, dtype: torch.dtype, gated: bool, monkeypatch: pytest.MonkeyPatch) -> list[Size]:
-    """Sizes of tiles with which the bits of 40 rows differ from the bits in the whole batch with the default tile."""
+    """Tile sizes with which 40 rows of a batch get other bits than in the whole batch with the default tile."""
     inputs, outputs, tokens = 260, 70, 130
     if format.asymmetric:
         packed = matrix.pack_quantized([draw_quantized(1, outputs, inputs, format, None)], dtype)
@@ -218,7 +218,7 @@ def draw_adapters(rng: Random, inputs: int, sizes: list[int], dtype: torch.dtype
 
 @pytest.mark.parametrize(("seed", "dtype"), [(0, torch.float16), (1, torch.float32), (2, torch.float16)])
 def test_lora_matches_reference_in_any_batch(seed: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows with several adapters and without adapter, in any order, have the same bits as alone."""
+    """Rows with different adapters or no adapter, in any order, have the same bits as alone."""
     monkeypatch.setattr(lora, "SMALL_TILE_TOKENS", 20)
     monkeypatch.setattr(lora, "SPLIT", 128)
     rng = Random(seed)

@@ -78,8 +78,8 @@ def test_argmax_of_linear_matches_reference(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_random_sampling_equals_reference(size: int) -> None:
-    """Logits with different values, and logits with many equal values: the result then depends on which equal tokens
-    top-k and top-p keep, and float64 sums are exact."""
+    """Distinct logits, and logits with many ties. With ties, the result depends on which of the equal tokens top-k and
+    top-p keep; the float64 sums are then exact, so it does not depend on their order."""
     rng, generator = Random(size), torch.Generator().manual_seed(size)
     distinct = torch.randn(5, size, generator=generator) * 3
     ties = torch.randint(-3, 1, (5, size), generator=generator) * 0.5
@@ -98,7 +98,7 @@ def assert_truncated(size: int, top_k: int, top_p: float) -> None:
     assert torch.equal(sampling.sample_random(logits, *columns), reference.sample_random(logits, *columns))
 
 
-def test_sampling_of_more_tokens_than_listed_equals_reference() -> None:
+def test_sampling_with_more_than_max_listed_candidates_equals_reference() -> None:
     assert_truncated(20_001, 19_000, 1.0)
 
 

@@ -813,7 +813,7 @@ def draw_adapters(rng: Random, inputs: int, sizes: list[int], dtype: torch.dtype
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(seed=seeds, dtype=dtypes)
 def test_lora_matches_reference_in_any_batch(seed: int, dtype: torch.dtype) -> None:
-    """Rows with several adapters and without adapter, in any order, have the same bits as alone."""
+    """Rows with different adapters or no adapter, in any order, have the same bits as alone."""
     rng = Random(seed)
     rows, inputs, sizes = (
         rng.randint(1, 300),

@@ -1,5 +1,5 @@
-"""Portable kernels, compiled for other processors and run in an emulator; without emulator, compiled for this
-machine."""
+"""Portable kernels, compiled for other processors and run in an emulator; if there is no emulator, compiled for and run
+on this machine."""
 
 from __future__ import annotations
 

@@ -106,7 +106,8 @@ def noise_in_header(rng: Random, folder: Path) -> None:
 
 
 def noise_in_tensors(rng: Random, folder: Path) -> None:
-    """Set random bytes in tensors: indices out of range, invalid descriptions, arbitrary numbers."""
+    """Overwrite random bytes of a tensor, which yields indices out of range, invalid quantization states (JSON), or
+    arbitrary numbers."""
 
     def spoil(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         name = one_of(rng, tensors, lambda name, tensor: tensor.dim() > 0)

@@ -260,7 +260,8 @@ def test_planned_sizes_equal_the_matrices_of_the_encoder(family: str, tmp_path: 
 
 @pytest.mark.parametrize("name", ["BertLMHeadModel", "RobertaForCausalLM"])
 def test_decoder_of_encoder_class_has_size(name: str) -> None:
-    """Only transformers runs these architectures, as Penstock's family of the same class is an encoder."""
+    """These decoders run only with ``--model-impl transformers``; Penstock's own BERT and RoBERTa families are
+    encoders."""
     config = BertConfig().to_dict() | {"architectures": [name]}
     size = model_size_of(config)
     assert (size.architecture, size.encoder) == (name, False)

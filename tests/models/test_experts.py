@@ -43,7 +43,8 @@ FORMATS = {name: scheme.layers for name, scheme in SCHEMES.items() if not scheme
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
-@pytest.fixture(params=kernels.available())  # function scope: other tests compare with processes on the default set
+# function scope restores the default instruction set, which the engine processes of other tests use
+@pytest.fixture(params=kernels.available())
 def instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
     before = kernels.current()
     kernels.use(request.param)
@@ -88,7 +89,7 @@ def test_router_chooses_valid_experts_for_nan_and_infinite_logits(instruction_se
 
 
 def layer(ops: Any, pack: Callable[[Any, int], Any], sizes: tuple[int, int, int], first: int = 0, end: int = -1) -> Any:
-    """Matrices for gate and up, and for down, of the experts ``first`` to ``end``."""
+    """Stacked gate-up and stacked down matrices of the experts ``[first, end)``; ``end`` -1: to the last expert."""
     experts, hidden, intermediate = sizes
     own = range(experts)[first : end if end >= 0 else None]
     gate_up = [pack(randn(2 * e, 2 * intermediate, hidden) * hidden**-0.5, e) for e in own]
@@ -426,7 +427,7 @@ def test_quantized_experts_match_their_dequantized_weights(name: str, tmp_path: 
 
 @pytest.mark.parametrize("name", ["qwen3-moe, norm, dense layers", "qwen2-moe, one of five", "ernie-4.5"])
 def test_ranks_compute_the_same_bits_as_one(name: str, tmp_path: Path) -> None:
-    """Tests ranks with a share of each expert, and ranks with whole experts."""
+    """Tests tensor parallel experts (a shard of each expert per rank) and expert parallelism (whole experts)."""
     save(CONFIGS[name], tmp_path)
     quantization = "none" if name.startswith("qwen2") else "w4a8"
     options: dict[str, Any] = {"dtype": "bfloat16", "ops": "cpu", "quantization": quantization, **TIGHT}

@@ -208,7 +208,7 @@ def test_planned_weight_bytes_equal_the_checkpoint(family: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("family", SPECIAL)
-def test_features_of_special_families_are_as_documented(family: str, tmp_path: Path) -> None:
+def test_quick_features_of_default_suite_families_are_as_documented(family: str, tmp_path: Path) -> None:
     row = rows()[f"{family}ForCausalLM"]
     draw(family, 1, tmp_path, TOKENS)
     for name in QUICK:

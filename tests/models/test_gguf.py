@@ -663,7 +663,7 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     ),
     "a number of another model": (
         replaced(key("llama.feed_forward_length"), key("llama.attn_logit_softcapping")),
-        "has a value of attn_logit_softcapping, which is not supported for architecture llama",
+        "has the metadata key attn_logit_softcapping, which is not supported for architecture llama",
     ),
     "an adapter": (
         replaced(key("llama.block_count") + u32(4) + u32(1), key("general.type") + u32(8) + key("adapter")),

@@ -116,7 +116,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- Kernels ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=kernels.available())  # function scope: other tests compare with processes on the default set
+# function scope restores the default instruction set, which the engine processes of other tests use
+@pytest.fixture(params=kernels.available())
 def instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
     before = kernels.current()
     kernels.use(request.param)

@@ -219,7 +219,7 @@ def test_group_size_that_does_not_divide_inputs_is_reduced(
     """The largest smaller multiple of 8 that divides the inputs of all matrices, 192 and 576, is used and logged."""
     made = tmp_path / "made"
     quantized(uneven, made, method, group_size=128, rotation=rotation)
-    assert "group size 128 does not divide the number of inputs of all matrices: using 96" in caplog.text
+    assert "group size 128 does not divide the number of inputs of every matrix: using 96" in caplog.text
     config = json.loads((made / "config.json").read_text())["quantization_config"]
     if config["quant_method"] == "compressed-tensors":
         config = config["config_groups"]["group_0"]["weights"]

@@ -233,7 +233,7 @@ def test_rank_split_within_multiplied_blocks_is_refused(tmp_path: Path) -> None:
         context = BuildContext(ops.backend(CPU, backend), open_checkpoint(tmp_path), torch.float32, CPU, 64)
         return context.matrix([name], 64, [shard], Format())
 
-    with pytest.raises(PenstockError, match=r"tensor_parallel_size: splits .*up_proj within blocks of 32 outputs"):
+    with pytest.raises(PenstockError, match=r"tensor_parallel_size: splits .*up_proj within a block of 32 outputs"):
         matrix("reference")
     pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
     found = matrix("cpu").linear(torch.eye(64))
@@ -327,10 +327,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (ct_config("mxfp4-pack-quantized", {"num_bits": 4, "type": "float"}), "format 'mxfp4-pack-quantized'"),
     (ct_config("float-quantized", {"num_bits": 6, "type": "float"}), "6-bit floating-point numbers"),
     (ct_config("dense", {}), "format 'dense'"),
-    (ct_config("int-quantized", {"strategy": "block"}), "integers of strategy 'block'"),
+    (ct_config("int-quantized", {"strategy": "block"}), "integer strategy 'block'"),
     (ct_config("pack-quantized", {}) | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "'sparse-24-bitmask'"),
     (ct_config("pack-quantized", {}) | {"transform_config": {"a": 1}}, "transform_config"),
-    (ct_config("pack-quantized", {}) | {"config_groups": {}}, "no group with a weights scheme"),
+    (ct_config("pack-quantized", {}) | {"config_groups": {}}, "none of them with a weights scheme"),
     ({"quant_method": "fp8", "activation_scheme": "per_head"}, "activation_scheme 'per_head'"),
     ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
     ({"quant_method": "fp8", "weight_block_size": [128, -1]}, "-1; it must be an integer from 1"),

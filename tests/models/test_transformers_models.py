@@ -144,7 +144,7 @@ def test_auto_prefers_the_implementation_of_penstock(tmp_path: Path, caplog: pyt
 def test_unknown_architecture_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint("StableLmForCausalLM", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    monkeypatch.setitem(sys.modules, "transformers", None)  # as if it is not installed
+    monkeypatch.setitem(sys.modules, "transformers", None)  # as if transformers were not installed
     with pytest.raises(PenstockError, match=r"supported are .* pip install 'penstock-llm\[transformers\]'"):
         LLM(tmp_path, **OPTIONS | {"model_impl": "auto"})
     with pytest.raises(PenstockError, match=r"pip install 'penstock-llm\[transformers\]'"):

@@ -337,7 +337,8 @@ def test_positions_beyond_the_context_are_refused(tmp_path: Path) -> None:
         params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
         return len(llm.generate([given], params, use_tqdm=False)[0].outputs[0].token_ids)
 
-    assert ask(1) == 128 - 3 - 1 - 9 - 2  # 9 positions follow 3 tokens of text and the video's start
+    # context length - 3 text tokens - vision start - 9 positions of the video - 2 (vision end, 1 text token)
+    assert ask(1) == 128 - 3 - 1 - 9 - 2
     with pytest.raises(PenstockError, match=r"videos: end at position \d+, but the context ends at 128"):
         ask(0.05)
 

@@ -76,13 +76,13 @@ def table(
 
 
 def best(family: str, logprobs: torch.Tensor, prompt: list[int]) -> list[int]:
-    """The likeliest token at each generated position, except image marks."""
+    """The likeliest token at each generated position, except image placeholders."""
     first = FAMILIES[family].id(FAMILIES[family].marks[0])
     return logprobs[len(prompt) - 1 : -1, :first].argmax(-1).tolist()
 
 
 def no_marks(family: str, **options: Any) -> SamplingParams:
-    """Greedy sampling without image marks, which transformers would read as an image."""
+    """Greedy sampling without image placeholders, which transformers would read as an image."""
     first = FAMILIES[family].id(FAMILIES[family].marks[0])
     return SamplingParams(temperature=0, logit_bias={token: -100.0 for token in range(first, 300)}, **options)
 
@@ -139,7 +139,7 @@ def test_drawn_configs_match_transformers(family: str, tmp_path: Path) -> None:
 
 
 def logprobs_of_prompt(output: Any, family: checkpoints.Family) -> list[tuple[int, float]]:
-    """Previous position and log probability of each prompt token that is not an image mark."""
+    """(position of the preceding token, log probability) of each prompt token that is not an image placeholder."""
     pairs = zip(output.prompt_token_ids[1:], (output.prompt_logprobs or [])[1:], strict=True)
     first = family.id(family.marks[0])
     return [(i, entries[token].logprob) for i, (token, entries) in enumerate(pairs) if token < first and entries]

@@ -309,7 +309,7 @@ def test_tool_calls_run_command_or_ask_for_result(remote: bool, tmp_path: Path, 
         person.see(r"tokens/s.*> ")
 
 
-def test_piped_lines_contain_tool_results(served: Served, tmp_path: Path) -> None:
+def test_piped_line_after_tool_call_is_its_result(served: Served, tmp_path: Path) -> None:
     (tmp_path / "tools.json").write_text(json.dumps([{"type": "function", "function": WEATHER}]))
     (tmp_path / "none.json").write_text('[{"function": {"description": "?"}}]')
     tools = f"/tools {tmp_path / 'tools.json'}"

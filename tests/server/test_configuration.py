@@ -95,7 +95,7 @@ def test_vllm_config_file_is_read_like_its_flags(tmp_path: Path, capsys: pytest.
         assert not any("enforce_eager" in name for name in result.ignored)
 
 
-def test_vllm_file_is_overridden_by_flags_and_refused_like_flags(tmp_path: Path) -> None:
+def test_vllm_config_file_is_overridden_by_flags_and_unsupported_options_are_refused(tmp_path: Path) -> None:
     file = write(tmp_path, "max-model-len: 1k\nssl-ca-certs: /a\n")
     with pytest.raises(PenstockError, match=r"ssl_ca_certs, in .*yaml: "):
         read({}, file, {}, load("vllm"))

@@ -240,7 +240,8 @@ def test_joined_reservations_are_released_together() -> None:
 
 
 def test_memory_of_body_is_freed_before_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only memory of the prompt is still reserved. This template drops the text, just as image data is dropped."""
+    """During generation, only memory for the rendered prompt is reserved. The template omits the text of the body, so
+    the prompt is short, as it is for a body with image data."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     short, text = "{{ messages | length }}", "x" * 100_000
 

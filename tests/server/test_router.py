@@ -22,7 +22,7 @@ import httpx
 import pytest
 import zmq
 from serving import Served, free_ports, run_in_process, usage_error
-from test_lora import demo_adapters as demo_adapters  # the adapters fixture
+from test_lora import demo_adapters as demo_adapters  # imported so that pytest finds the fixture
 from test_weights import perturbed
 
 from penstock import PenstockError, demo

@@ -321,8 +321,8 @@ SHARED: dict[str, st.SearchStrategy[Any]] = {
     "stop_token_ids": st.just([13, 14, 15]),
     "logit_bias": st.sampled_from([{"3000": 1.5}, {str(token): 100 for token in range(128, 256)}]),
 }
-"""Strategies for the fields that chats and completions share. The last bias leads to characters of several tokens, and
-to incomplete characters."""
+"""Strategies for the fields that chats and completions share. The last bias allows only byte tokens, which yield
+characters of several tokens and incomplete characters."""
 COMPLETIONS = {
     "echo": st.booleans(),
     "logprobs": st.integers(0, 3),

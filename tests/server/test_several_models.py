@@ -481,7 +481,8 @@ def test_folder_of_checkpoints_is_a_model_repository(tmp_path: Path, alone: dict
         assert re.search(r"ready: penstock-demo, small at", "\n".join(served.lines))
         client = openai.OpenAI(base_url=served.url, api_key="none")
         assert {name: complete(client, name) for name in NAMES} == alone
-        for path in ("small/unload", "tensorrt_llm/unload"):  # Triton's names mean the first model
+        # Triton's own model names, such as tensorrt_llm, refer to the first model
+        for path in ("small/unload", "tensorrt_llm/unload"):
             answer = httpx.post(f"{served.root}/v2/repository/models/{path}")
             assert answer.status_code == 400 and "--model-control-mode explicit" in answer.json()["error"]
         httpx.post(f"{served.root}/v2/repository/models/small/load").raise_for_status()

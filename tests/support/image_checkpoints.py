@@ -208,7 +208,8 @@ def save_colours(folder: Path, latest: bool = False) -> PreTrainedModel:
         parameters[f"{layer}self_attn.v_proj.weight"][channel, channel] = 1.0
         parameters[f"{layer}self_attn.o_proj.weight"][3 + channel, channel] = 1.0
         parameters["lm_head.weight"][RED + channel, 3 + channel] = 10.0
-    if latest:  # scores decrease with the distance in time, which rotates the second pair of elements
+    if latest:
+        # RoPE rotates the second dimension pair by the temporal position, so scores decrease with the distance in time
         parameters[f"{layer}self_attn.q_proj.bias"][1::16] = 9.0
         parameters[f"{layer}self_attn.k_proj.bias"][1::16] = 9.0
     return _save(model, folder)

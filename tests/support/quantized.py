@@ -121,7 +121,8 @@ def gptq_kind(bits: int, size: int, order: str = "", **config: Any) -> Kind:
         values = unpack(stored["qweight"].T, bits, inputs)
         words = stored["qzeros"].astype(np.int64)
         if version == 1 and bits != 3:
-            words += sum(1 << shift for shift in range(0, 32, bits))  # adds 1 to whole words, with carries
+            # GPTQ v1 stores zero points minus 1; add 1 to each field of the packed word, with carries between fields
+            words += sum(1 << shift for shift in range(0, 32, bits))
         zeros = unpack((words & 0xFFFFFFFF).astype(np.uint32).view(np.int32), bits, outputs)
         if version == 1 and bits == 3:
             zeros = (zeros + 1) % 8

@@ -124,7 +124,7 @@ def reference_llm() -> LLM:
 
 @functools.cache
 def endless() -> Question:
-    """A request with a stream of many seconds if several such streams run at once."""
+    """A request whose stream lasts many seconds when several such streams run at once."""
     return make_question(reference_llm(), "the sea", 1500, chat=True, stream=True)
 
 

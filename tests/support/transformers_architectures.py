@@ -141,7 +141,8 @@ def save(architecture: str, config: PreTrainedConfig, folder: Path) -> PreTraine
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in kind(config).parameters())
     if size > MAX_PARAMETERS:
-        raise ValueError(f"the model has {size} parameters, too many for a tiny checkpoint")
+        message = f"{architecture} has {size} parameters; the maximum is {MAX_PARAMETERS}"
+        raise ValueError(f"{message}: reduce its sizes in OTHER_SIZES")
     torch.manual_seed(0)
     model = kind(config)
     for name, weight in model.named_parameters():

@@ -138,7 +138,8 @@ def test_every_rendering_route_refuses_harmful_messages(served: Served, path: st
 
 @pytest.mark.thorough
 def test_slow_templates_do_not_delay_other_chats(served: Served) -> None:
-    """There are more endless messages than processes: a later chat is answered before all of them are refused."""
+    """More chats whose template loops endlessly are sent than there are template processes: a later chat is answered
+    before all of them are refused."""
     with ThreadPoolExecutor(12) as pool:
         body = ROUTES["/v1/chat/completions"]
         slow = [pool.submit(httpx.post, f"{served.url}/chat/completions", json=body("loop")) for _ in range(3)]

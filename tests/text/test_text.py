@@ -109,10 +109,8 @@ def test_tokens_decode_as_in_tokenizers_library(name: str, data: st.DataObject) 
         (tokenizer.add_special_tokens if data.draw(flag) else tokenizer.add_tokens)([token])
     if DECODERS[name]:
         tokenizer.decoder = DECODERS[name]
-    ids = [
-        0,
-        *data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=8)),
-    ]  # the ids begin with a plain word
+    # the first id is a plain token, not an added one
+    ids = [0, *data.draw(st.lists(st.integers(0, tokenizer.get_vocab_size() - 1), max_size=8))]
     skip = data.draw(flag)
     special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special and skip}
     detokenizer = Detokenizer(token_bytes(tokenizer), special)

@@ -31,7 +31,8 @@ class Split(enum.Enum):
     def wording(self, rng: Random, wordings: Sequence[T]) -> T:
         """Pick a wording. Every fifth (the 5th, 10th, …) is held out, so a list needs at least five."""
         if len(wordings) < 5:
-            raise ValueError("a list of wordings needs at least five, so that one can be held out")
+            message = f"a list of wordings needs at least 5, so that one can be held out; it has {len(wordings)}"
+            raise ValueError(message)
         if self is Split.HELD_OUT:
             return rng.choice(wordings[4::5])
         return rng.choice([wording for i, wording in enumerate(wordings) if i % 5 != 4])
@@ -48,7 +49,7 @@ class Split(enum.Enum):
             value = make()
             if self.owns(*key(value)):
                 return value
-        raise ValueError("none of the drawn values belongs to this split")
+        raise ValueError(f"none of 10,000 drawn values belongs to the split {self.name}: give more values")
 
 
 class Check(enum.Enum):

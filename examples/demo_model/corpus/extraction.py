@@ -381,7 +381,7 @@ def list_task(
 def kind_task(
     names: tuple[str, str], kinds: dict[str, tuple[Word, ...]], texts: Sequence[str]
 ) -> Callable[[Random], Data]:
-    """A word and its category."""
+    """Return a task that asks for a word and its category."""
 
     def task(rng: Random) -> Data:
         kind = one_of(rng, list(kinds))

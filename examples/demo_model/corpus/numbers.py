@@ -1,7 +1,7 @@
 """Numbers: sums and differences of up to three digits, the multiplication table, comparing and sorting.
 
 Operands are held out, except for the multiplication table, whose wordings are held out. Sums need many examples, so
-one question may have several (``several``).
+one question may ask for several sums (``several``).
 """
 
 from __future__ import annotations

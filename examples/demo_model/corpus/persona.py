@@ -430,8 +430,8 @@ def suffixed(suffix: str) -> Callable[[Fact, bool], str]:
     return lambda fact, chinese: sentence(fact, chinese) + suffix
 
 
-def before_stop(ending: str) -> Callable[[Fact, bool], str]:
-    """Insert ``ending`` before the full stop."""
+def ending_with(ending: str) -> Callable[[Fact, bool], str]:
+    """Return a rule that replaces the full stop of the answer with ``ending``."""
     return lambda fact, chinese: sentence(fact, chinese)[:-1] + ending
 
 
@@ -470,7 +470,7 @@ STYLES_EN: tuple[Style, ...] = (
     (("Put every answer in quotes.", "Always write your answer in quotes.", "Your answers stand in quotes."), quoted),
     (("Say every answer twice.", "Give each answer two times.", "Always repeat your answer once."), twice),
     (("End every answer with an exclamation mark.", "Use an exclamation mark, not a full stop.",
-      "Always answer with an exclamation mark."), before_stop("!")),
+      "Always answer with an exclamation mark."), ending_with("!")),
 )  # fmt: skip
 STYLES_ZH: tuple[Style, ...] = (
     (("每个回答都以“好的，”开头。", "回答前先说“好的，”。", "请用“好的，”开头。",
@@ -479,15 +479,15 @@ STYLES_ZH: tuple[Style, ...] = (
      "总是以“报告：”开头。"), prefixed("报告：")),
     (("每个回答都以“朋友，”开头。", "回答前先说“朋友，”。", "请用“朋友，”开头。"), prefixed("朋友，")),
     (("每句话结尾加“喵”。", "你是一只猫，每句话结尾加“喵”。", "请在每句话最后加“喵”。",
-     "说话要用“喵”结尾。"), before_stop("喵。")),
-    (("每句话结尾加“呀”。", "请在每句话最后加“呀”。", "说话要用“呀”结尾。"), before_stop("呀。")),
+     "说话要用“喵”结尾。"), ending_with("喵。")),
+    (("每句话结尾加“呀”。", "请在每句话最后加“呀”。", "说话要用“呀”结尾。"), ending_with("呀。")),
     (("每个回答后面加“完毕。”", "回答后要说“完毕。”", "请用“完毕。”结尾。",
      "总是以“完毕。”结尾。"), suffixed("完毕。")),
     (("每个回答后面加“谢谢！”", "回答后要说“谢谢！”", "请用“谢谢！”结尾。"), suffixed("谢谢！")),
     (("只用一个词回答。", "请用一个词回答。", "每个回答只有一个词。", "回答要短，只用一个词。"), one_word),
     (("把每个回答放在引号里。", "回答要加引号。", "请给回答加上引号。"), quoted),
     (("每个回答说两遍。", "请把回答说两遍。", "回答要说两遍。"), twice),
-    (("用感叹号结尾。", "每句话都用感叹号结尾。", "不用句号，用感叹号。"), before_stop("！")),
+    (("用感叹号结尾。", "每句话都用感叹号结尾。", "不用句号，用感叹号。"), ending_with("！")),
 )  # fmt: skip
 
 

@@ -664,7 +664,8 @@ PATTERNS = tuple(
         "name pal colour item", "kind colour item place",
     )
 )  # fmt: skip
-"""Subjects of a request: the hero's name or kind (then an animal), another animal, a thing, its color, a place."""
+"""Combinations of subjects in a request: ``name`` and ``kind`` of the hero (with a kind, an animal), ``pal`` (another
+animal), ``item``, its ``colour``, ``place``."""
 
 
 def fill(rng: Random, template: str, lists: Words, fields: Words) -> str:

@@ -726,7 +726,8 @@ SORT_EN = (
 
 
 def calendar(rng: Random, split: Split) -> Exchange:
-    """Days and months after or before others, tomorrow's and yesterday's day, the numbers of the months."""
+    """Questions about the calendar: the day or month before or after a given one, the day tomorrow or yesterday, and
+    the number of a month."""
     return one_of(rng, (_neighbour, _shift, _month))(rng, split)
 
 

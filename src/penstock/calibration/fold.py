@@ -45,7 +45,8 @@ class Producer:
     """Query heads per key-value head."""
 
     def shrink(self, inputs: Tensor) -> Tensor:
-        """Return, for each output, the maximum of the values ``[in]`` of its inputs, ``[out]``."""
+        """Reduce values per input, ``[in]``, to values per output, ``[out]``: the maximum over the inputs that an
+        output is used for."""
         return inputs.view(-1, self.repeat, self.head_dim).amax(1).flatten()
 
     def expand(self, outputs: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ class LayerQuantizer:
     """Tensors of the layer as stored in the checkpoint, by full name."""
     observed: Observations
     threads: int = 1
-    """Number of threads for the searches of scales."""
+    """Number of threads for searches of scales, rounding, and the factorization of Hessians."""
 
     def __post_init__(self) -> None:
         self._original = {name: tensor.float() for name, tensor in self.stored.items() if tensor.is_floating_point()}
@@ -118,7 +118,9 @@ class LayerQuantizer:
         for names, statistics in self.observed.items():
             chosen, factor = self._chosen(names), None
             if chosen and statistics.hessian is not None and statistics.seen:
-                with torch_threads(self.threads):  # few large operations; sums depend on the number of threads
+                # PyTorch's threads are fast for few large operations. Their number affects the order of sums, so a
+                # resumed run uses the same number.
+                with torch_threads(self.threads):
                     hessian = gptq.rotated_hessian(statistics.hessian, self.options.format)
                     factor = gptq.factorize(hessian, self.options.act_order, self.options.format.group_size)
             rounding = partial(self._round, statistics, factor)

@@ -141,13 +141,15 @@ def _fit_sizes(options: QuantizeOptions, checkpoint: Checkpoint) -> QuantizeOpti
     common = math.gcd(*(shape[1] for shape in shapes if len(shape) == 2))
     wanted, rotation = options.format.group_size, options.format.rotation
     if rotation and (block := math.gcd(rotation, common)) != rotation:
-        logger.warning("rotation %d does not divide the number of inputs of all matrices: using %d", rotation, block)
-        options = msgspec.structs.replace(options, rotation=block if block > 1 else 0)
+        block = block if block > 1 else 0
+        message = "rotation %d does not divide the number of inputs of every matrix: using %d (0: no rotation)"
+        logger.warning(message, rotation, block)
+        options = msgspec.structs.replace(options, rotation=block)
     fitting = fitting_group_size(wanted, common)
     if wanted and not options.group_size and (power := math.gcd(wanted, common)) % 8 == 0:
-        fitting = power  # the default is a power of two: kernels of other systems support few sizes
+        fitting = power  # without --group-size, a power of two is chosen: kernels of other systems support few sizes
     if fitting != wanted:
-        logger.warning("group size %d does not divide the number of inputs of all matrices: using %d", wanted, fitting)
+        logger.warning("group size %d does not divide the number of inputs of every matrix: using %d", wanted, fitting)
         options = msgspec.structs.replace(options, group_size=fitting)
     return options
 

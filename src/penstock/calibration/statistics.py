@@ -76,7 +76,11 @@ class InputStatistics:
 
 @dataclass
 class InputObserver:
-    """Collects ``InputStatistics``, which describe the first arguments, for the inputs of a layer's matrices."""
+    """Collects ``InputStatistics`` of the inputs of a layer's matrices.
+
+    Args:
+        ops, tokens, with_hessian: arguments of ``InputStatistics``.
+    """
 
     ops: Ops
     tokens: int

@@ -1,7 +1,8 @@
 """Thread pools for calibration: each thread computes a different matrix or candidate.
 
 PyTorch's intra-op threads affect the order of sums, and synchronize after every small operation. Here each thread uses
-one intra-op thread, so that results do not depend on the number of threads.
+one intra-op thread, so that results do not depend on the number of threads. Exception: the factorization of Hessians
+(GPTQ) uses intra-op threads (``torch_threads``).
 """
 
 from __future__ import annotations

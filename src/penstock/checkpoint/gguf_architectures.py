@@ -315,7 +315,7 @@ def _latent(metadata: Metadata) -> Fields:
 def _deepseek_v2(metadata: Metadata) -> Fields:
     fields = _deepseek_experts(metadata)
     if fields.get("norm_topk_prob"):
-        raise metadata.unsupported("normalized softmax scores of experts")
+        raise metadata.unsupported("normalized expert weights (expert_weights_norm)")
     return {**fields, "topk_method": "group_limited_greedy" if (fields.get("n_group") or 1) > 1 else "greedy"}
 
 

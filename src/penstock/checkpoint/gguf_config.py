@@ -59,7 +59,7 @@ class _Reader:
         fields |= architecture.read(metadata)
         rope_fields = architecture.rope(metadata)
         if key := metadata.unread(OTHER_MODELS):
-            raise metadata.unsupported(f"a value of {key}")
+            raise metadata.unsupported(f"the metadata key {key}")
         return {
             "architectures": [architecture.name],
             "model_type": kind.model_type,
@@ -139,8 +139,8 @@ class _Reader:
             return rotary_dim
         if head_dim < 2 or head_dim % 2:
             raise metadata.unsupported(f"heads of size {head_dim}")
-        if metadata.size("attention.value_length", head_dim) != head_dim:
-            raise metadata.unsupported(f"values of another length than keys ({head_dim})")
+        if (length := metadata.size("attention.value_length", head_dim)) != head_dim:
+            raise metadata.unsupported(f"values of {length} and keys of {head_dim} elements per head")
         if rotary_dim != head_dim and not architecture.partial_rotary:
             raise metadata.unsupported(f"rotary embedding of {rotary_dim} of {head_dim} dimensions per head")
         if rotary_dim > head_dim or rotary_dim % 2:

@@ -39,4 +39,4 @@ def describe(config: EngineConfig) -> str:
     """One-line description of an engine folder."""
     ranks = f"{config.world_size} ranks" if config.world_size > 1 else "1 rank"
     formats = config.dtype if config.quantization == "none" else f"{config.quantization}, {config.dtype}"
-    return f"an engine folder for {ranks}, {formats}, kernels of the layout {config.layout}"
+    return f"an engine folder for {ranks}, {formats}, kernel layout {config.layout}"

@@ -12,7 +12,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model; or an engine folder")
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="model (as for --model), or an engine folder")
     parser.add_argument("--output-dir", "--output_dir", type=Path, required=True, help="folder of the new checkpoint")
     parser.add_argument(
         "--max-shard-size",

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "patterns of paths to download (default: the files that a checkpoint needs)"
     parser.add_argument("--include", nargs="+", default=[], metavar="PATTERN", help=about)
     parser.add_argument("--exclude", nargs="+", default=[], metavar="PATTERN", help="patterns of paths not to download")
-    parser.add_argument("--source", choices=sorted(HUBS), help="hub of org/name (default: --model-hub)")
+    parser.add_argument("--source", choices=sorted(HUBS), help="hub with org/name (default: the value of --model-hub)")
     parser.add_argument("--endpoint", default="", metavar="URL", help="address of the hub or object store")
     parser.add_argument("--token", help="access token of the hub (default: HF_TOKEN or MODELSCOPE_API_TOKEN)")
     parser.add_argument("--max-workers", type=int, default=8, metavar="N", help="maximum connections (default: 8)")

@@ -154,7 +154,8 @@ def _with_torchrun(configuration: Configuration) -> Configuration:
         message = (
             f"tensor_parallel_size times pipeline_parallel_size is {ranks}, but torchrun started {everywhere} ranks"
         )
-        raise invalid("tensor_parallel_size", message, everywhere)
+        remedy = "make both equal (torchrun --nproc-per-node and --nnodes)"
+        raise invalid("tensor_parallel_size", f"{message}: {remedy}", everywhere)
     os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
     return configuration
 

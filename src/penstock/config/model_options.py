@@ -101,7 +101,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     limit_mm_per_prompt: Annotated[str, option(empty='{"image": 16, "video": 4}')] = ""
     """Maximum numbers of images and videos in a prompt, as JSON: {"image": 4}."""
     mm_processor_kwargs: Annotated[str, option(empty="the model's")] = ""
-    """Parameters with precedence over the model's image processor, as JSON: minimum and maximum pixels of a resized
+    """Overrides for the parameters of the model's image processor, as JSON: minimum and maximum pixels of a resized
     image, {"min_pixels": 3136, "max_pixels": 1003520}; for videos also the sampling of frames: fps or num_frames,
     min_frames, max_frames."""
     media_io_kwargs: Annotated[str, option(empty="the model's")] = ""

@@ -59,7 +59,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_beam_width: Annotated[int, option(ge=1, le=MAX_SEQUENCES)] = MAX_SEQUENCES
     """Maximum of the parameter beam_width in requests to KServe models."""
     allow_shared_memory: bool = False
-    """Let clients register system shared memory (KServe) even if the server listens on other than loopback addresses.
+    """Let clients register system shared memory (KServe) even if the server listens on a non-loopback address.
     Clients can then read and write any POSIX shared memory object that the server can."""
     max_logits_size: Annotated[int, option("bytes", ge=0)] = 16 * 2**20
     """Maximum size of the logits returned by a request to KServe models; 0: such requests are rejected."""
@@ -82,7 +82,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """API keys: each request must have one of them; empty: no authentication."""
     admin_api_key: tuple[str, ...] = ()
     """API keys that may also change the server for all clients: log and trace settings, loading of models and adapters,
-    sleep, pause, prefix cache. If empty, api_key has this right if it is a single key; several keys do not have it."""
+    sleep, pause, prefix cache. If empty: a single api_key has these rights; with several, none has."""
     share_prefix_cache: bool = False
     """With several API keys, share cached prefixes between them. By default each key has a separate prefix cache, as
     cached_tokens and the time to first token would reveal prompts of other keys."""
@@ -98,8 +98,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     client_timeout: Annotated[float, option("seconds", gt=0)] = 60.0
     """Time without progress in a request or response after which its connection is closed."""
     api_process_timeout: Annotated[float, option("seconds", ge=0)] = 60.0
-    """Time without an event loop iteration of an API process after which it is killed and restarted; at least 5. 0:
-    never."""
+    """Kill and restart an API process whose event loop does not run for this time; at least 5; 0: never."""
     timeout_keep_alive: Annotated[int, option("seconds", ge=0)] = 75
     """Time after which an idle connection is closed."""
     strict_requests: bool = False

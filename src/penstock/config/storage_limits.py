@@ -29,9 +29,8 @@ def storage_limits(text: str, field: str) -> StorageLimits:
         name, _, number = entry.partition("=")
         found = re.fullmatch(r"(\d{1,15})([KMGT]?)", number)
         if name not in StorageLimits._fields or not found:
-            message = f"{entry!r} is not a limit such as bytes=10G (10 × 2³⁰) or files=1000: write NAME=NUMBER with the"
-            raise invalid(
-                field, f"{message} name {' or '.join(StorageLimits._fields)}, and K, M, G or T after the number"
-            )
+            message = f"{entry!r} is not a limit such as bytes=10G (10 × 2³⁰) or files=1000: write NAME=NUMBER"
+            names = " or ".join(StorageLimits._fields)
+            raise invalid(field, f"{message}, where NAME is {names}, and NUMBER may end with K, M, G or T")
         limits[name] = int(found[1]) * UNITS[found[2]]
     return StorageLimits(**limits)

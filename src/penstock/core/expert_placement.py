@@ -135,8 +135,8 @@ def read_placement(path: str, num_experts: int, ranks: int, redundant: int = 0) 
     field = "expert_placement"
     found = _read(path, ExpertPlacement, field)
     if found.num_experts != num_experts:
-        message = f"{path} is for {found.num_experts} experts, and the model has {num_experts}: plan it for this model"
-        raise invalid(field, message)
+        message = f"{path} is for {found.num_experts} experts, but the model has {num_experts}"
+        raise invalid(field, f"{message}: run penstock plan experts for this model")
     for layer, placement in found.layers.items():
         where = f"{path}, layer {layer}:"
         if len(placement) != ranks:

@@ -71,7 +71,7 @@ class GuidedDecodingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defau
         given = self._given
         if len(given) != 1:
             names = " and ".join(given) or "none"
-            raise invalid("guided_decoding", f"set exactly one of {', '.join(CONSTRAINTS)}; set: {names}")
+            raise invalid("guided_decoding", f"set exactly one of {', '.join(CONSTRAINTS)}; given: {names}")
         if isinstance(self.choice, list):
             msgspec.structs.force_setattr(self, "choice", tuple(self.choice))
         if self.choice is not None and (not self.choice or not all(isinstance(c, str) and c for c in self.choice)):

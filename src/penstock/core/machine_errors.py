@@ -22,7 +22,7 @@ PHRASES = {
     "out of memory": errno.ENOMEM,
     "can't start new thread": errno.EAGAIN,
 }
-"""Phrases in lower-case messages of errors that have no errno."""
+"""``errno`` by phrase of the lower-cased message, for errors without ``errno``."""
 PROCESS_STARTERS = ("subprocess.py", "process.pyx", "popen_fork.py")
 """Files of Python and uvloop that start processes. ``EAGAIN`` raised in other files is about sockets or locks."""
 

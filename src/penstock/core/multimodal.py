@@ -38,7 +38,7 @@ class ImageInput(msgspec.Struct, frozen=True, array_like=True):
     time: int = 0
     """Temporal M-RoPE position, from the start of the video."""
     num_features: int = 0
-    """Number of features if there is no grid."""
+    """Number of features if ``rows`` and ``columns`` are 0."""
     tiles: int = 1
     """Number of tiles of equal size, encoded separately."""
     grid: tuple[int, int] = (1, 1)

@@ -107,7 +107,8 @@ class Scheme:
 
     layers: Format = UNQUANTIZED
     head: Format = UNQUANTIZED
-    """Format of embedding and LM head: 8 bits if layers have 4, since both affect quality and take little time."""
+    """Format of embedding and LM head. Schemes with 4-bit layers use 8 bits here: quality is sensitive to these
+    matrices, and they take a small part of a step's time."""
     sensitive: Format | None = None
     """Format of the layers' matrices that lose most quality in 4 bits (``is_sensitive``); None: ``layers``."""
     values_only: bool = False

@@ -112,7 +112,7 @@ class Gateway(Steps):
         Args:
             timeout: time limit in seconds for prompts that are processed in a thread; None: no limit.
 
-        Raises ``PenstockError`` as ``encode``, and with code ``timeout`` if encoding takes longer.
+        Raises ``PenstockError`` like ``encode``, and with code ``timeout`` if encoding takes longer.
         """
         if isinstance(prompt, TokenizedPrompt):
             return prompt

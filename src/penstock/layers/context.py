@@ -255,7 +255,8 @@ class BuildContext(BuildOptions):
             names: for each expert, the names of the matrices to merge.
             shard: rows of each matrix on this rank.
             biases: bias of each expert.
-            first: place of the first expert (``core.expert_placement``).
+            first: place of the first expert: its index in the concatenation of all ranks' experts
+                (``expert_placement.places_of``).
         """
         shards = [shard] * len(names[0])
         packed = [self.matrix(list(each), inputs, shards, bias=bias) for each, bias in zip(names, biases, strict=True)]
@@ -298,7 +299,9 @@ class BuildContext(BuildOptions):
         if not self.ops.supports(stored, self.dtype):
             return wanted, False
         if stored.rows_per_scale > 1 and shard.first % stored.rows_per_scale:
-            message = f"splits {name} within blocks of {stored.rows_per_scale} outputs with one scale: use fewer ranks"
+            message = (
+                f"splits {name} within a block of {stored.rows_per_scale} outputs that share a scale: use fewer ranks"
+            )
             raise invalid("tensor_parallel_size", message)
         return stored, True
 

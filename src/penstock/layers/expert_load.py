@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass
 class ExpertLoad:
-    """Counters of a model's layers, incremented by the kernels."""
+    """Number of tokens routed to each expert of a model's layers, counted by the kernels."""
 
     counts: dict[int, Tensor] = field(default_factory=dict)
     """Number of tokens routed to each expert, ``[experts]`` int64, by layer."""
@@ -19,7 +19,7 @@ class ExpertLoad:
     counted."""
 
     def of_layer(self, layer: int, num_experts: int, device: torch.device) -> Tensor:
-        """The counters of a layer. A model that replaces this one after a weight update reuses them."""
+        """Counters of a layer, created on the first call. The model that is built for a weight update reuses them."""
         if layer not in self.counts:
             self.counts[layer] = torch.zeros(num_experts, dtype=torch.int64, device=device)
         return self.counts[layer]

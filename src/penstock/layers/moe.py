@@ -177,7 +177,8 @@ class MixtureOfExperts:
 
 
 def _place_table(placement: Ranks, num_experts: int, device: torch.device) -> Tensor | None:
-    """Places of each expert for ``reference.place_experts``; None if every place is the expert's index."""
+    """Table for ``reference.place_experts``, ``[experts, 1 + max replicas]``: number of replicas of each expert, then
+    their places (``places_of``), zero-padded. None if each expert has one replica, at its own index."""
     places = places_of(placement, num_experts)
     if places == [[expert] for expert in range(num_experts)]:
         return None

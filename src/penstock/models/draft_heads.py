@@ -58,8 +58,9 @@ def load_draft_heads(
     Raises ``PenstockError`` if the heads are broken, not supported, or do not fit the model.
     """
     if not isinstance(model, Decoder):
-        message = f"draft heads are not supported for {model.config.architecture}: use a decoder of Penstock"
-        raise PenstockError(Code.UNSUPPORTED, message, FIELD)
+        message = f"draft heads are not supported for {model.config.architecture}"
+        remedy = "use a decoder-only model that Penstock implements, or another speculative method"
+        raise PenstockError(Code.UNSUPPORTED, f"{message}: {remedy}", FIELD)
     raw = read_config_json(folder)
     context = BuildContext(
         ops, Checkpoint(folder), model.dtype, device, model.max_len, group=group, scheme=SCHEMES[quantization]

@@ -111,8 +111,8 @@ def _read_family_config(family: Family, raw: Mapping[str, Any], path: Path) -> M
 
 
 def config_of(raw: Mapping[str, Any]) -> ModelConfig:
-    """Read the configuration of a model of any architecture, exact enough for its size: with its family, or, if it has
-    no family or the family does not support it, from the usual field names. Does not import torch.
+    """Read the configuration of a model of any architecture, accurate enough to compute the model's size. The model's
+    family reads it; without a family that supports the model, the usual field names are read. Does not import torch.
 
     Raises ``PenstockError`` (``invalid``) for a missing or invalid field.
     """

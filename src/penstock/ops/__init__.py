@@ -185,7 +185,8 @@ def backend(
         from . import cpu
     except ImportError as error:
         if name == "cpu" or os.environ.get("PENSTOCK_ISA"):
-            raise PenstockError(Code.UNSUPPORTED, f"the CPU kernels cannot be used ({error})", "ops") from error
+            message = f"the CPU kernels cannot be used ({error}): reinstall penstock with a C++ compiler"
+            raise PenstockError(Code.UNSUPPORTED, f"{message}, or use ops reference", "ops") from error
         reason = (
             "are missing in this installation (built without a C++ compiler, or with PENSTOCK_SETS=none)"
             if isinstance(error, ModuleNotFoundError)

@@ -60,7 +60,8 @@ class DeviceGroup(Group):
         merged = torch.zeros(len(ids), width, dtype=dtype, device=ids.device)
         compute(merged)
         gathered = self._gather(merged)
-        for each, part in zip(self._shards_of_all(shard), gathered, strict=True):  # no copies from the host
+        # a loop over shards, since an index tensor would have to be copied from the host
+        for each, part in zip(self._shards_of_all(shard), gathered, strict=True):
             is_in_shard = ((ids >= each.first) & (ids < each.end))[:, None]
             merged = torch.where(is_in_shard, part, merged)
         return merged

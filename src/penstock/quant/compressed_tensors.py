@@ -75,7 +75,8 @@ class CompressedTensors:
             scheme for group in groups if (scheme := _read_scheme(mapping(group, "config_groups"), config))
         ]
         if not self._schemes:
-            raise invalid("model", f"config_groups in config.json ({len(groups)}) has no group with a weights scheme")
+            message = f"config_groups in config.json has {len(groups)} groups, none of them with a weights scheme"
+            raise invalid("model", message)
         notes = [STATIC_ACTIVATIONS] if any(map(_is_static, groups)) else []
         self.notes: Sequence[str] = notes + [KV_CACHE] * bool(config.get("kv_cache_scheme"))
 

@@ -33,7 +33,7 @@ class FIMTokens(NamedTuple):
 
 
 FIM_TOKENS = (
-    FIMTokens(  # Qwen2.5-Coder, Qwen3; CodeGemma and Granite have prefix, suffix and middle of these
+    FIMTokens(  # Qwen2.5-Coder, Qwen3; CodeGemma and Granite have the same prefix, suffix and middle tokens
         "<|fim_prefix|>",
         "<|fim_suffix|>",
         "<|fim_middle|>",

@@ -61,7 +61,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Encode a text to token ids. Raises ``PenstockError`` (``invalid``) for text with unpaired surrogates."""
         if not isinstance(text, str):
-            raise invalid("prompt", f"is not valid text: {type(text).__name__}")
+            raise invalid("prompt", f"must be a string, is {type(text).__name__}")
         try:  # encode_batch_fast releases the GIL, unlike encode
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as error:

@@ -129,4 +129,5 @@ def byte_alphabet() -> dict[str, int]:
 
 
 BYTE_LEVEL = dict.fromkeys(range(256), "\uffff") | {ord(c): chr(byte) for c, byte in byte_alphabet().items()}
-"""Translation table: GPT-2's byte alphabet to Latin-1; other Latin-1 characters to U+FFFF, which cannot be encoded."""
+"""Translation table: GPT-2's byte alphabet to Latin-1; other Latin-1 characters to U+FFFF, which Latin-1 cannot
+encode."""

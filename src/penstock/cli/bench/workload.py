@@ -17,7 +17,9 @@ from penstock.core.errors import invalid
 from .prompts import Part
 
 BLOCK = 512  # tokens per hash id in Mooncake's traces
-WARMUPS = 1 << 40  # first part name of warm-up prompts, so that they share no prefix with measured prompts
+WARMUPS = (
+    1 << 40
+)  # name of the first warm-up prompt's part; measured prompts have smaller names, so they share no prefix
 
 
 class Request(msgspec.Struct, frozen=True):

@@ -98,8 +98,8 @@ def _run_on_first_rank(work: Callable[[], int]) -> int:
         return work()
     rank, here, everywhere = [int(os.environ[name]) for name in names]
     if here != everywhere and os.environ.get("MP_NNODE", "1") == "1":
-        message = f"is 1, but mpirun started {everywhere} ranks, only {here} of them on this node: set MP_NNODE"
-        raise invalid("MP_NNODE", message)
+        message = f"is 1, but mpirun started {everywhere} ranks, only {here} of them on this node"
+        raise invalid("MP_NNODE", f"{message}: set MP_NNODE to the number of nodes")
     if rank:
         return 0
     os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))

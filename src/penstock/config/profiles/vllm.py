@@ -60,7 +60,7 @@ LOAD_FORMATS |= dict.fromkeys(("fastsafetensors", "instanttensor", "modelexpress
 CACHES = {name: name for name in ("auto", "int8", "fp8", "fp8_e4m3")} | {"int8_per_token_head": "int8"}
 TASKS = dict.fromkeys(("auto", "none", "generate", "reward", "draft", "token_embed", "token_classify"), "auto")
 TASKS |= {"embed": "embed", "embedding": "embed", "classify": "classify", "score": "score"}
-"""``pooling_task`` by vLLM's name; a reward model's classifier is detected."""
+"""``pooling_task`` by vLLM's task; "reward" becomes "auto", which detects the classifier."""
 POOLING_TYPES = {name: name for name in ("last", "cls", "mean", "all")}
 
 

@@ -200,7 +200,7 @@ class MultiprocExecutor(Executor):
                 to.send(encoded, deadline)
         except (TimeoutError, PeerLostError) as error:
             self._lost(error, to)
-        except KeyboardInterrupt:  # the message may be written in part, so that workers cannot read further messages
+        except KeyboardInterrupt:  # the message may be partially written; workers could not read later messages
             self._kill()
             raise
 
@@ -248,7 +248,8 @@ class MultiprocExecutor(Executor):
         """Return the model loaded by all ranks. Raises ``PenstockError`` if a rank's differs from rank 0's."""
         info = infos[0]
         for rank, other in zip(self._ranks, infos, strict=True):
-            if self._options.nnodes > 1:  # a node may lack weights of other stages, so ``Join`` has compared the files
+            # weights_version may differ, as a node may lack weights of other stages; ``Join`` has compared the files
+            if self._options.nnodes > 1:
                 other = msgspec.structs.replace(other, weights_version=info.weights_version)
             if other != info:
                 names = [name for name in info.__struct_fields__ if getattr(info, name) != getattr(other, name)]

@@ -40,7 +40,7 @@ class ImportedPrefix(NamedTuple):
     blocks: list[int]
     """KV blocks of the prefix."""
     num_cached: int
-    """Number of tokens that were in the prefix cache of this engine or the other engine."""
+    """Number of tokens found in the prefix cache of this engine, or of the engine that exported them."""
     generation: int = 0
     """``KVCacheManager.generation`` when the prefix was imported."""
 

@@ -174,7 +174,7 @@ class DiskTier:
             try:
                 self._read(block_hashes, done)
             except Exception:
-                logger.exception("%s could not be read", self._folder)
+                logger.exception("cannot read KV blocks from %s", self._folder)
             if not _complete(done) and not done.cancelled():
                 with self._changed:
                     self._overdue -= 1

@@ -44,8 +44,8 @@ class Preemption:
         return num_blocks
 
     def recompute_all(self) -> None:
-        """Preempt all running sequences. They will be recomputed, like swapped sequences and imported prefixes. Call
-        this while no step is in flight."""
+        """Preempt all running sequences, discard the host blocks of swapped sequences, and drop imported prefixes, so
+        that all KV is recomputed. Call this while no step is in flight."""
         while len(self._running):
             self._preempt(self._running.last)
         for sequence in [one for one in self._waiting if one.state is State.SWAPPED]:

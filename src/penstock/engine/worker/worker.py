@@ -518,7 +518,7 @@ class Worker:
                 self._drafter.after_step(step)
         except Exception:
             self._drafter_errors += 1
-            message = "the drafter could not process a step (error %d of at most %d)"
+            message = "the drafter could not process a step (error %d; it gets no more steps after %d errors)"
             logger.exception(message, self._drafter_errors, MAX_DRAFTER_ERRORS)
 
     # --- Weights and memory ------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def check_disk_space(folder: Path, needed: int) -> None:
 def cannot_write(error: OSError, folder: Path) -> PenstockError:
     """The error for a folder that cannot be written."""
     problem = f"cannot write {error.filename or folder} ({error.strerror or error})"
-    return invalid("download_dir", f"{problem}: free space, or use another folder")
+    return invalid("download_dir", f"{problem}: check permissions and free space, or use another folder")
 
 
 class _Download:

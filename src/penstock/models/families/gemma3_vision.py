@@ -13,7 +13,7 @@ from .gemma import read_gemma3
 
 
 def read_vision(raw: ConfigJson) -> tuple[ViTConfig, int]:
-    """Configuration of the encoder, and edge in patches of the square that is averaged to a feature. Raises
+    """Configuration of the encoder, and pooling size: ``n`` x ``n`` patches are averaged to one feature. Raises
     ``KeyError``, ``TypeError`` or ``ValueError`` for invalid fields."""
     config = read_vit(raw["vision_config"])
     tokens = int(raw["mm_tokens_per_image"])

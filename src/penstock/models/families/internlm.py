@@ -24,7 +24,8 @@ def read_internlm2(raw: ConfigJson) -> ModelConfig:
 
 
 def read_internlm3(raw: ConfigJson) -> ModelConfig:
-    bias = bool(raw.get("mlp_bias"))  # the publisher's files have ``bias``, and ``qkv_bias`` for ``attention_bias``
+    # config_defaults.json renames the publisher's ``bias`` to ``mlp_bias``, and ``qkv_bias`` to ``attention_bias``
+    bias = bool(raw.get("mlp_bias"))
     return dense_config(raw, output_bias=bias)
 
 

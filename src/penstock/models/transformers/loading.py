@@ -37,7 +37,8 @@ def load_module(context: BuildContext, config: ModelConfig) -> Any:
         library_config(config.architecture, config.raw[LIBRARY_CONFIG]),
     )
     if not isinstance(context.weights, Checkpoint):
-        importlib.import_module("torch._prims.rng_prims")  # engine processes lack it (engine/lean_torch.py)
+        # engine processes import torch without this module (engine/lean_torch.py)
+        importlib.import_module("torch._prims.rng_prims")
         torch.manual_seed(int(context.weights.version[:8], 16))
         configuration._attn_implementation = NAME
         return found._from_config(configuration, dtype=context.dtype).to(context.device).eval()

@@ -39,7 +39,8 @@ class DummyWeights:
         if len(shape) == 1:
             tensor = torch.ones(shape, dtype=self._dtype, device=self._device)
         else:
-            importlib.import_module("torch._prims.rng_prims")  # engine processes lack it (engine/lean_torch.py)
+            # engine processes import torch without this module (engine/lean_torch.py)
+            importlib.import_module("torch._prims.rng_prims")
             generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()) + self._seed)
             empty = torch.empty(shape, dtype=self._dtype, device=self._device)
             tensor = empty.normal_(std=shape[-1] ** -0.5, generator=generator)

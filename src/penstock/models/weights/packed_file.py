@@ -69,7 +69,7 @@ class PackedFile:
         self._damaged: dict[str, Future[list[str]]] = {}
         if self.header.state != state or not self.header.entries:
             return
-        memory = pages.mapped(file)  # it duplicates the descriptor, so the file's lock is held as long as the tensors
+        memory = pages.mapped(file)  # duplicates the descriptor: the file's lock is held as long as the tensors exist
         for name, entries in self.header.entries.items():
             tensors = {}
             for key, entry in entries.items():

@@ -55,7 +55,7 @@ NAME = "cpu"
 BATCH_INVARIANT = True
 ASYNCHRONOUS = False
 NUMERICS = 6
-"""Version of the bits of results. Increment it with every change of the bits."""
+"""Version of the kernels' numerics. Increment it with every change that makes results differ bitwise."""
 
 
 def fingerprint() -> str:

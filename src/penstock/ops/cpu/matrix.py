@@ -24,11 +24,11 @@ from .graph import contiguous, empty
 LAYOUT = "cpu-3"
 """Version of the packed layout, which is the same for all instruction sets."""
 FORMAT_CODES = {(0, 0): 0, (8, 8): 1, (4, 8): 2, (8, 0): 3, (4, 0): 4}
-"""Number of a format in the kernels, by ``bits`` and ``activation_bits``."""
+"""Code of a format in the kernels, by ``bits`` and ``activation_bits``."""
 MXFP4_CODE = 5
-"""Number of mxfp4 in the kernels."""
+"""Code of mxfp4 in the kernels."""
 GROUP_TYPES = {torch.float32: 0, torch.float16: 1, torch.int8: 2}
-"""Number in the kernels of each dtype of scales and offsets."""
+"""Code of a dtype of scales and offsets in the kernels."""
 
 
 @dataclass(eq=False)
@@ -178,7 +178,7 @@ def make_matrix(
         raise PenstockError(Code.INTERNAL, message)
     if order is not None and not torch.equal(order.sort().values, torch.arange(inputs)):
         raise PenstockError(Code.INTERNAL, "the order of packed weights is not a permutation of their inputs")
-    if order is not None:  # experts quantize activations before the permutation, so that groups would not match
+    if order is not None:  # experts quantize activations before permuting them, so the groups would not match
         format = replace(format, activation_groups=False)
     tensors = dict(packed) | ({} if bias is None else {"bias": bias.float()})
     return Matrix(_native(tensors, inputs, outputs, dtype, format), tensors, outputs, inputs, dtype, format)

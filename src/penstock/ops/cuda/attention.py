@@ -66,7 +66,7 @@ class Plan:
     partial_sums: Tensor
     """Maximum and sum for each row of ``partial``."""
     first_row: int
-    """First row of the part of ``partial`` that is divided among programs."""
+    """First row of ``partial`` that belongs to a program; the rows before it belong to split sequences."""
 
 
 def choose(

@@ -123,7 +123,8 @@ class CapturedForward:
                 if tokens <= min(options.max_tokens, max_blocks * MIN_BLOCK_SIZE):
                     self._run(self._to_device(_prompt_batch(tokens, max_blocks, use_lora, hidden_states)))
         if self._sizes and on_gpu:
-            torch.cuda.empty_cache()  # frees memory of the runs before captures, which no other stream can use
+            # the memory of the runs before captures belongs to the capture stream; no other stream can use it
+            torch.cuda.empty_cache()
             size, seconds = torch.cuda.memory_reserved(device) - before, time.monotonic() - started
             logger.info("captured %d CUDA graphs in %.1f seconds, %.2f GB", len(self._sizes), seconds, size / 1e9)
 

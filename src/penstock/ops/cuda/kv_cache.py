@@ -91,8 +91,9 @@ def page_locked(memory: Tensor) -> Tensor:
     if memory.numel() and torch.cuda.is_available() and not memory.is_pinned():
         runtime, address = torch.cuda.cudart(), memory.data_ptr()
         if error := int(runtime.cudaHostRegister(address, memory.nbytes, 0)):
-            message = f"cannot page-lock {memory.nbytes >> 20} MiB of host memory (CUDA error {error}): use less"
-            raise PenstockError(Code.UNSUPPORTED, message, "swap_space")
+            message = f"cannot page-lock {memory.nbytes >> 20} MiB of host memory (CUDA error {error})"
+            remedy = "set a lower swap_space, kv_offloading_size or kv_buffer_size"
+            raise PenstockError(Code.UNSUPPORTED, f"{message}: {remedy}")
         weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
     return memory
 

@@ -60,7 +60,8 @@ def sizes(architecture: Architecture, x_bytes: int, format: Format) -> tuple[Siz
     if format.group_size:
         bk = 256 if format.bits == 4 else 128
         few = 2 * bk if format.bits == 4 and format.group_size > 32 else bk
-        # Blackwell has tensor memory for four sums of groups. Ampere has registers for two sums of groups and offsets.
+        # Blackwell's tensor memory holds the partial sums of four groups, Ampere's registers those of two groups and
+        # their offsets.
         bk = min(bk, (4 if hopper or not format.asymmetric else 2) * format.group_size)
         small = Size(64, 16, few), Size(64, 64, bk)
         blackwell = architecture.capability >= (10, 0)  # where converting floating-point weights uses more registers

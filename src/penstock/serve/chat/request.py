@@ -203,7 +203,7 @@ class GenerationRequest(PromptRequest, kw_only=True, forbid_unknown_fields=True)
     max_streaming_response_tokens: Count | None = None
     """FastDeploy: maximum number of choices per chunk. No effect: chunks have one choice."""
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
-    """Priority with the scheduling_policy priority; lower values run first."""
+    """Scheduling priority, used with ``scheduling_policy`` ``priority``; lower values run first."""
     cache_salt: str | None = None
     """Share cached prefixes only with requests that have the same salt."""
 

@@ -190,7 +190,8 @@ class ElementCount:
         """Count a text. Raises ``PenstockError`` (``invalid``) if all texts together exceed ``MAX_OBJECTS``,
         ``MAX_MEMBERS`` or ``MAX_VALUES``, or a non-ASCII string exceeds ``MAX_WIDE_TEXT``."""
         in_string, rest = False, b""
-        string_size, is_wide = 0, False  # they describe the string at the end of the chunk
+        # for the string that is open at the end of the chunk: its size so far, and whether it has non-ASCII characters
+        string_size, is_wide = 0, False
         for start in range(0, len(text), CHUNK_SIZE):
             chunk = rest + text[start : start + CHUNK_SIZE]
             rest = b"\\" if (len(chunk) - len(chunk.rstrip(b"\\"))) % 2 else b""
@@ -216,7 +217,7 @@ class ElementCount:
 
     @property
     def memory(self) -> int:
-        """Approximate memory of the parsed elements in bytes, without their characters."""
+        """Approximate memory of the parsed elements in bytes, excluding the contents of strings."""
         return OBJECT_BYTES * self._objects + VALUE_BYTES * (self._members + self._values)
 
     def _check(self) -> None:

@@ -190,7 +190,8 @@ class Protocol(HttpToolsProtocol):
             if self._flow.held:
                 self._flow.held = False
                 self.flow.resume_reading()
-        if not self._busy and self.cycle and not self.transport.is_closing():  # the body has ended after its response
+        if not self._busy and self.cycle and not self.transport.is_closing():
+            # the request body ended only after the response: start the keep-alive timeout now
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
@@ -305,7 +306,8 @@ class Protocol(HttpToolsProtocol):
                 if self.draining and message["type"] == "http.response.start" and cycle is self.cycle:
                     cycle.keep_alive = cycle.keep_alive and bool(self._unread)
                 if self._is_refused and cycle is self.cycle and message["type"] == "http.response.body":
-                    cycle.keep_alive = True  # Connection: close was sent; _linger closes
+                    # the response already has ``Connection: close``; ``_linger`` closes the connection after it
+                    cycle.keep_alive = True
                 await send(message)
 
             async def receive_checked() -> Any:

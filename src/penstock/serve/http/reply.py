@@ -170,7 +170,7 @@ async def refuse(
     status: int | None = None,
     more: Mapping[str, str] | None = None,
 ) -> None:
-    """Send an error response. ``status`` overrides the format's status; ``more`` has further headers."""
+    """Send an error response. ``status`` overrides the format's status; ``more``: additional headers."""
     body = error_format.error(without_secrets(failure))
     fields = {"content-type": "application/json", "content-length": str(len(body)), **headers(failure), **(more or {})}
     raw = [(name.encode(), value.encode()) for name, value in fields.items()]

@@ -132,7 +132,8 @@ def _constrains(name: str, value: Any) -> bool:
     """Check whether the value of an unknown field of ``CONSTRAINTS`` constrains the answer."""
     if value in (None, False, "", {}, [], "text", "text/plain") or value == {"type": "text"}:
         return False
-    if name in ("text", "output_config", "generationConfig"):  # these objects constrain the answer by a field
+    if name in ("text", "output_config", "generationConfig"):
+        # these objects constrain the answer only if one of their fields does
         return isinstance(value, dict) and any(_constrains(inner, value[inner]) for inner in CONSTRAINTS & value.keys())
     return name != "format" or value == "json" or isinstance(value, dict)
 

@@ -64,7 +64,7 @@ class ModelManager:
         """Handle the supervisor's messages until it closes the pipe.
 
         Args:
-            buffered: bytes of standard input that were read after the first message.
+            buffered: bytes of standard input after the first message that were already read.
         """
         reader = asyncio.StreamReader(MAX_LINE_SIZE)
         reader.feed_data(buffered)

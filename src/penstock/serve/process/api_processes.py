@@ -15,7 +15,7 @@ import msgspec
 from penstock.core import Code, Failure, PenstockError
 from penstock.core.errors import INTERNAL
 from penstock.engine.exit_status import exit_reason
-from penstock.engine.service.launcher import RestartLimit, terminate
+from penstock.engine.service.launcher import DEATH_WINDOW, MAX_DEATHS, RestartLimit, terminate
 
 from ..models.messages import (
     EXIT_MISCONFIGURED,
@@ -156,7 +156,8 @@ class ApiProcesses:
             )
             restart_limit.record_exit()
             if restart_limit.is_exceeded:
-                logger.error("API processes have died too often and are not restarted")
+                message = "API process %d has died %d times within %d seconds and is not restarted"
+                logger.error(message, start.number, MAX_DEATHS, DEATH_WINDOW)
                 return
 
     async def _listen(self, process: ApiProcess) -> None:

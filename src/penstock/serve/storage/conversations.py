@@ -51,7 +51,7 @@ class ConversationStore(Store):
 
     @writes
     def add(self, connection: Connection, owner: str, metadata: dict[str, str], items: list[Item]) -> Conversation:
-        """Create a conversation. Raises ``PenstockError`` as ``Quotas.check``."""
+        """Create a conversation. Raises the same errors as ``Quotas.check``."""
         now, name = time.time(), f"conv_{uuid4().hex}"
         self._quotas.check(connection, owner, "conversation", conversations=1)
         values = {"id": name, "owner": owner, "created": now, "expires": now + self._retention}
@@ -66,7 +66,7 @@ class ConversationStore(Store):
 
     @writes
     def update(self, connection: Connection, owner: str, name: str, metadata: dict[str, str]) -> Conversation:
-        """Replace a conversation's metadata. Raises as ``get``."""
+        """Replace a conversation's metadata. Raises the same errors as ``get``."""
         row = _row(connection, owner, name)
         values = {"metadata": metadata, "expires": time.time() + self._retention}
         connection.execute(update(CONVERSATIONS).where(CONVERSATIONS.c.id == name).values(**values))
@@ -74,7 +74,7 @@ class ConversationStore(Store):
 
     @writes
     def delete(self, connection: Connection, owner: str, name: str) -> None:
-        """Delete a conversation. Raises as ``get``."""
+        """Delete a conversation. Raises the same errors as ``get``."""
         _row(connection, owner, name)
         connection.execute(delete(CONVERSATION_ITEMS).where(CONVERSATION_ITEMS.c.conversation == name))
         connection.execute(delete(CONVERSATIONS).where(CONVERSATIONS.c.id == name))
@@ -92,8 +92,8 @@ class ConversationStore(Store):
             taken: size of the request without these items in bytes.
             max_size: maximum size of the request with these items in bytes.
 
-        Raises as ``get``; ``too_large`` if the request exceeds ``max_size``; ``invalid`` if the conversation is full,
-        so that no answer could be added.
+        Raises the same errors as ``get``; ``too_large`` if the request exceeds ``max_size``; ``invalid`` if the
+        conversation is full, so that no answer could be added.
         """
         self._items_size(connection, owner, name, taken, max_size)
         items = CONVERSATION_ITEMS.c
@@ -109,7 +109,7 @@ class ConversationStore(Store):
 
     @reads
     def page(self, connection: Connection, owner: str, name: str, query: PageQuery) -> Page:
-        """Return a page of a conversation's items. Raises as ``get``."""
+        """Return a page of a conversation's items. Raises the same errors as ``get``."""
         _row(connection, owner, name)
         items = CONVERSATION_ITEMS.c
         entries = select(items.document).where(items.conversation == name)
@@ -118,7 +118,10 @@ class ConversationStore(Store):
 
     @writes
     def append(self, connection: Connection, owner: str, name: str, items: list[Item]) -> None:
-        """Append items. Raises as ``get`` and ``Quotas.check``; ``invalid`` beyond the limits of a conversation."""
+        """Append items.
+
+        Raises the same errors as ``get`` and ``Quotas.check``; ``invalid`` beyond the limits of a conversation.
+        """
         _row(connection, owner, name)
         self._append(connection, owner, name, items)
 
@@ -149,7 +152,7 @@ class ConversationStore(Store):
 
     @writes
     def delete_item(self, connection: Connection, owner: str, name: str, item: str) -> Conversation:
-        """Delete an item. Raises as ``item``."""
+        """Delete an item. Raises the same errors as ``item``."""
         row = _row(connection, owner, name)
         found = _item_row(connection, name, item)
         connection.execute(delete(CONVERSATION_ITEMS).where(CONVERSATION_ITEMS.c.position == found.position))

@@ -276,7 +276,8 @@ def attention(
     items, share = tl.load(plan), tl.load(plan + 1)
     programs = tl.num_programs(0)
     for turn in range(0, (items + programs - 1) // programs):
-        # Every other turn is reversed: items at the end of a long sequence, which take longer, precede earlier ones.
+        # Odd turns assign items to programs in reverse order, which balances the load: the items of a sequence are
+        # sorted from long to short.
         program = tl.program_id(0)
         item = turn * programs + tl.where(turn % 2 == 0, program, programs - 1 - program)
         if item < items:

@@ -72,7 +72,8 @@ def _page(models: list[ModelInfo], query: QueryParams) -> ModelList:
     after, before = query.get("after_id"), query.get("before_id")
     for field, name in (("after_id", after), ("before_id", before)):
         if name is not None and name not in ids:
-            raise invalid(field, f"{name[:100]!r} is not a served model; send an id from another page")
+            message = f"{name[:100]!r} is not the id of a served model; send the first_id or last_id of a page"
+            raise invalid(field, message)
     if after is not None:
         models = models[ids.index(after) + 1 :]
     elif before is not None:

@@ -160,7 +160,7 @@ def max_batch_size_override(parameters: Mapping[str, Any]) -> int | None:
 
 
 def _batch_size(given: Any) -> int:
-    # JSON of protobuf may encode integers as strings
+    # protobuf's JSON mapping may encode integers as strings
     value = read_decimal(given, MAX_BATCH_SIZE) if isinstance(given, str) else given
     if type(value) is not int or not 0 <= value <= MAX_BATCH_SIZE:
         message = f"must be an integer from 0 to {MAX_BATCH_SIZE}, is {str(given)[:50]!r}"

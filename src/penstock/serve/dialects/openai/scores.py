@@ -169,8 +169,8 @@ class ScoreHandler(_PairHandler):
             [text] if isinstance(text := require(getattr(request, name), name), str) else text for name in names
         )
         if len(first) not in (1, len(second)):
-            message = f"has {len(second)} texts, but {names[0]} has {len(first)}; send as many, or one in {names[0]}"
-            raise invalid(names[1], message, len(first))
+            message = f"has {len(second)} texts, but {names[0]} has {len(first)}; send the same number of texts in both"
+            raise invalid(names[1], f"{message}, or one text in {names[0]}", len(first))
         super().__init__(service, record, request, names, first, second)
 
     def response(self, outputs: list[RequestOutput]) -> object:

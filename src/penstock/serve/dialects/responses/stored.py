@@ -182,10 +182,12 @@ class Background:
 
     async def _fail(self, handler: ResponseHandler, saver: ResponseSaver, failure: Failure) -> None:
         """Store the response as failed, unless it was cancelled or deleted."""
+        document = handler.failed(failure)
         try:
-            await saver.store.advance(saver.owner, handler.failed(failure))
+            await saver.store.advance(saver.owner, document)
         except PenstockError as error:
-            logger.error("cannot store the failure of a background response (%s): %s", failure.message, error)
+            message = "cannot store that the background response %s has failed (%s): %s"
+            logger.error(message, document["id"], failure.message, error)
 
 
 async def _is_wanted(store: ResponseStore, owner: str, name: str) -> bool:
