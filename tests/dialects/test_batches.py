@@ -83,7 +83,7 @@ def test_files_are_created_listed_and_deleted_per_key(client: openai.OpenAI, ser
     with pytest.raises(openai.NotFoundError):  # the file belongs to another API key
         client_of(served, KEYS[1]).files.retrieve(created.id)
     assert client.files.delete(created.id).deleted
-    with pytest.raises(openai.NotFoundError, match="there is no file"):
+    with pytest.raises(openai.NotFoundError, match="does not exist or has expired"):
         client.files.content(created.id)
     for file in others:
         client.files.delete(file.id)

@@ -108,7 +108,7 @@ def test_conversations_and_items_are_created_updated_and_deleted(client: openai.
         lambda: client.conversations.items.list(created.id),
         lambda: client.responses.create(**PLAIN, input="?", conversation=created.id),
     ):
-        with pytest.raises(openai.NotFoundError, match="there is no conversation"):
+        with pytest.raises(openai.NotFoundError, match="does not exist or has expired"):
             gone()
 
 

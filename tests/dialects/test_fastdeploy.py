@@ -274,7 +274,7 @@ def test_llm_takes_parameters_of_server(caplog: pytest.LogCaptureFixture) -> Non
     sampling = SamplingParams(temperature=0, guided_decoding=GuidedDecodingParams(json=schema))
     assert llm.chat(MESSAGES, sampling, use_tqdm=False)[0].outputs[0].text == '{"a":1}'
     refusals: list[tuple[dict[str, Any], str]] = [
-        ({"splitwise_role": "decode"}, "role: LLM computes both prompts and outputs, so it must be mixed"),
+        ({"splitwise_role": "decode"}, "role: is decode, but LLM computes prompts and outputs"),
         ({"max_num_sequences": 1}, "max_num_sequences: no such option; did you mean max_num_seqs"),
         ({"max_num_seqs": 0}, "max_num_seqs: Expected `int` >= 1"),
         ({"quantization": "block_wise_fp8"}, "quantization: .* is wrong: it is not one of"),

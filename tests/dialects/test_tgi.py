@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import httpx
 import pytest
 from huggingface_hub import InferenceClient
 from huggingface_hub.errors import BadRequestError, GenerationError, ValidationError
+from repository import ROOT
 from serving import Served, Servers
 
 from penstock import demo
+from penstock.config.settings import settings
 from penstock.text import Tokenizer
 
 PROMPT = "<|im_start|>user\nWhat is the capital of Canada?<|im_end|>\n<|im_start|>assistant\n"
@@ -185,3 +188,18 @@ def test_chat_completion_accepts_tgi_model_and_response_format(client: Inference
     for wrong in ({"type": "json"}, {"type": "regex", "value": schema}, {"type": "text", "value": "[0-9]"}):
         with pytest.raises(BadRequestError, match=r"response_format\.value"):
             constrained(wrong)
+
+
+@pytest.mark.row("tgi", "--model-id", "--revision", "--max-input-tokens", "--max-total-tokens")
+@pytest.mark.row("tgi", "--max-batch-prefill-tokens", "--max-batch-total-tokens", "--cuda-memory-fraction")
+@pytest.mark.row("tgi", "--max-batch-size", "--max-concurrent-requests", "--num-shard", "--quantize", "--dtype")
+@pytest.mark.row("tgi", "--kv-cache-dtype", "--speculate", "--lora-adapters", "--cuda-graphs", "--hostname", "--port")
+@pytest.mark.row("tgi", "--api-key", "--cors-allow-origin", "--payload-limit", "--json-output", "--otlp-endpoint")
+@pytest.mark.row("tgi", "--disable-grammar-support", "--tokenizer-config-path", "--rope-scaling")
+@pytest.mark.row("tgi", "--waiting-served-ratio", "--max-waiting-tokens", "--max-best-of", "--max-stop-sequences")
+@pytest.mark.row("tgi", "--validation-workers", "--watermark-gamma", "--usage-stats")
+def test_options_for_flags_of_the_launcher_exist() -> None:
+    text = (ROOT / "docs/dialects/tgi.md").read_text(encoding="utf-8").partition("| launcher |")[2]
+    cells = [line.split(" | ")[1] for line in text.splitlines() if line.startswith("| `--")]
+    named = {flag for cell in cells for flag in re.findall(r"--[a-z][a-z-]+", cell)}
+    assert len(named) > 20 and named <= {setting.flag for setting in settings().values()}

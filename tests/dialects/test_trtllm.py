@@ -197,8 +197,8 @@ def test_tp_and_pp_size_set_server_parallelism(
         ("trtllm-build", {"checkpoint_dir": demo.CHAT}, "run one of them with --model_dir"),
         ("trtllm-build", {"max_batchsize": 3}, "did you mean --max_batch_size?"),
         ("trtllm-build", {"workers": 0}, "--workers: must be at least 1, is 0"),
-        ("trtllm-build", {"output_dir": demo.CHAT}, "is the model's own folder; name another"),
-        ("trtllm-build", {"output_dir": demo.CHAT.parent}, "already; name a folder that is empty or new"),
+        ("trtllm-build", {"output_dir": demo.CHAT}, "is the folder of the model: name another"),
+        ("trtllm-build", {"output_dir": demo.CHAT.parent}, ": name an empty or new folder"),
     ],
 )
 def test_invalid_flag_is_rejected_by_name(tmp_path: Path, command: str, flags: dict[str, Any], message: str) -> None:

@@ -131,7 +131,7 @@ def _change_group(table: dict[str, Any]) -> None:
             _change_device,
             "RANK_TABLE_FILE_PATH: 10.0.0.1 with the devices 4,6 is not in GLOBAL_RANK_TABLE_FILE_PATH",
         ),
-        ("67", _change_address, "whose instances are 10.0.0.1 with the devices 4,5; 10.0.0.1 with the devices 6,7"),
+        ("67", _change_address, "which lists 10.0.0.1 with the devices 4,5; 10.0.0.1 with the devices 6,7"),
         ("45", _change_group, "cannot be read as a local rank table"),
     ],
 )

@@ -449,12 +449,12 @@ def test_invalid_parallel_options_are_refused(checkpoint: Path, tmp_path: Path) 
     with pytest.raises(PenstockError, match="3 ranks cannot share 4 query heads"):
         LLM(tmp_path, tensor_parallel_size=3, **OPTIONS)
     for layers, message in (
-        ("3", "2 numbers of at least 1 whose sum is 3"),
+        ("3", "2 numbers of at least 1 that add up to 3"),
         ("1,x", "not a list of numbers of layers"),
     ):
         with pytest.raises(PenstockError, match=message):
             LLM(checkpoint, pipeline_parallel_size=2, pipeline_parallel_layers=layers, **OPTIONS)
-    with pytest.raises(PenstockError, match="1 numbers of at least 1 whose sum is 3"):
+    with pytest.raises(PenstockError, match="1 numbers of at least 1 that add up to 3"):
         LLM(checkpoint, pipeline_parallel_layers="1,2", **OPTIONS)
     with pytest.raises(PenstockError, match="is 4, more than the model's 3 layers"):
         LLM(checkpoint, pipeline_parallel_size=4, **OPTIONS)
@@ -476,7 +476,7 @@ def test_invalid_parallel_options_are_refused(checkpoint: Path, tmp_path: Path) 
         assert first in os.sched_getaffinity(0)
         with pytest.raises(PenstockError, match=message):
             bind_replica(f"{first}|{cores}", 1, 2, 1)
-    with pytest.raises(PenstockError, match="has cores for 1 ranks, but there are 2"):
+    with pytest.raises(PenstockError, match="has cores for 1 ranks, but this host has 2 ranks"):
         LLM(checkpoint, tensor_parallel_size=2, cpu_binding="0-1", **OPTIONS)
 
 

@@ -109,7 +109,7 @@ def test_damaged_tensors_are_logged_and_packed_again(
     with caplog.at_level(logging.WARNING):
         assert answers(checkpoint, cache) == expected
     (message,) = [record.getMessage() for record in caplog.records]
-    assert re.search(rf"{file}: \d+ tensors are damaged and made again: model.embed_tokens \(values\), .*", message)
+    assert re.search(rf"{file}: \d+ tensors are damaged and packed again: model.embed_tokens \(values\), .*", message)
     assert file.read_bytes() == content
     damaged = bytearray(content)
     damaged[-1] ^= 1
@@ -118,7 +118,7 @@ def test_damaged_tensors_are_logged_and_packed_again(
     with caplog.at_level(logging.WARNING):
         assert answers(checkpoint, cache) == expected
     (message,) = [record.getMessage() for record in caplog.records]
-    assert re.fullmatch(rf"{file}: a tensor is damaged and made again: \S+ \((scales|values)\)", message)
+    assert re.fullmatch(rf"{file}: a tensor is damaged and packed again: \S+ \((scales|values)\)", message)
     assert file.read_bytes() == content
 
 

@@ -222,8 +222,19 @@ def test_folder_with_one_gguf_file_resolves_to_the_file(demo_file: Path, tmp_pat
     (tmp_path / "config.json").touch()  # some repositories on the hub have this file, but no tokenizer
     assert resolve(tmp_path) == resolve(tmp_path / "demo.gguf") != resolve(demo_file)
     shutil.copy(demo_file, tmp_path / "other.gguf")
-    with pytest.raises(PenstockError, match=r"holds several models: give one of demo\.gguf, other\.gguf"):
+    with pytest.raises(PenstockError, match=r"has several models: name one of demo\.gguf, other\.gguf"):
         resolve(tmp_path)
+
+
+def test_link_gives_a_file_without_suffix_a_name(demo_file: Path, tmp_path: Path) -> None:
+    """As for the files that Ollama stores (docs/cookbook/from_ollama.md)."""
+    blob = shutil.copy(demo_file, tmp_path / "sha256-0")
+    with pytest.raises(PenstockError):
+        resolve(blob)
+    (tmp_path / "demo.gguf").symlink_to(blob)
+    llm = LLM(tmp_path / "demo.gguf")
+    (answer,) = llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)
+    assert answer.outputs[0].text == "The capital of France is Paris."
 
 
 def test_plan_memory_reads_a_gguf_file(demo_file: Path) -> None:
@@ -542,7 +553,7 @@ def test_long_piece_of_a_bpe_model_is_refused(tmp_path: Path) -> None:
         writer.add_token_scores([0.0, -1.0, -2.0])
         writer.add_token_types([gguf.TokenType.UNKNOWN, gguf.TokenType.NORMAL, gguf.TokenType.NORMAL])
 
-    with pytest.raises(PenstockError, match="a piece has 600 characters; the limit is 512"):
+    with pytest.raises(PenstockError, match="a piece of 600 characters; the limit is 512"):
         resolve(tokenizer_file(tmp_path, tokenizer))
 
 
@@ -550,7 +561,7 @@ def test_unknown_pre_tokenizer_is_refused(tmp_path: Path) -> None:
     def other(writer: GGUFWriter) -> None:
         add_tokenizer(writer, demo.CHAT, "unknown")
 
-    with pytest.raises(PenstockError, match=r"has the pre-tokenizer 'unknown'; supported: llama-bpe, "):
+    with pytest.raises(PenstockError, match=r"has pre-tokenizer 'unknown'; supported: llama-bpe, "):
         resolve(tokenizer_file(tmp_path, other))
 
 
@@ -606,7 +617,7 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         lambda content: re.sub(
             rb"(tokenizer.ggml.tokens.{8}).{8}", lambda m: m[1] + u64(2**60), content, flags=re.DOTALL
         ),
-        "an array of its header has 1152921504606846976 strings",
+        "an array in its header has 1152921504606846976 strings",
     ),
     "a value of no type": (
         replaced(key("llama.block_count") + u32(4), key("llama.block_count") + u32(99)),
@@ -616,11 +627,11 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         lambda content: content.replace(
             key("llama.block_count") + u32(4) + u32(1), key("llama.block_count") + u32(8) + u64(4) + b"four"
         ),
-        "llama.block_count has a value of the wrong type",
+        "llama.block_count is 'four'; it must be of type int",
     ),
     "a thousand layers": (
         replaced(key("llama.block_count") + u32(4) + u32(1), key("llama.block_count") + u32(4) + u32(1000)),
-        "has 1000 layers and",
+        "has 1000 layers, but only",
     ),
     "no context": (
         replaced(key("llama.context_length") + u32(4) + u32(256), key("llama.context_length") + u32(4) + u32(0)),
@@ -628,7 +639,7 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     ),
     "another architecture": (
         replaced(u64(5) + b"llama", u64(5) + b"mamba"),
-        "of architecture 'mamba'; llama, qwen2, qwen3",
+        "has architecture 'mamba', which is not supported; supported: llama, qwen2, qwen3",
     ),
     "huge dimensions": (
         replaced(entry("blk.0.attn_q.weight", 64, 64), entry("blk.0.attn_q.weight", 2**62, 2**62)),
@@ -644,19 +655,19 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     ),
     "another shape": (
         replaced(entry("blk.0.ffn_down.weight", 96, 64), entry("blk.0.ffn_down.weight", 192, 32)),
-        "has shape (32, 192), config.json wants (64, 96)",
+        "has shape (32, 192); config.json requires (64, 96)",
     ),
     "a type that is not read": (
         replaced(entry("output_norm.weight", 64) + u32(0), entry("output_norm.weight", 64) + u32(16)),
-        "tensor 'output_norm.weight' is of type IQ2_XXS; BF16, F16, F32,",
+        "tensor 'output_norm.weight' has type IQ2_XXS, which is not supported; supported: BF16, F16, F32,",
     ),
     "a number of another model": (
         replaced(key("llama.feed_forward_length"), key("llama.attn_logit_softcapping")),
-        "has a number attn_logit_softcapping, which is not supported for architecture llama",
+        "has a value of attn_logit_softcapping, which is not supported for architecture llama",
     ),
     "an adapter": (
         replaced(key("llama.block_count") + u32(4) + u32(1), key("general.type") + u32(8) + key("adapter")),
-        "is of type 'adapter', not a model",
+        "has general.type 'adapter'; name a file with a model",
     ),
     "a tensor twice": (replaced(b"blk.0.attn_q.weight", b"blk.0.attn_k.weight"), "'blk.0.attn_k.weight' twice"),
     "another tensor": (
@@ -666,7 +677,7 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "a missing tensor": (replaced(b"blk.0.attn_q.weight", b"blk.0.attn_x.weight"), "no tensor blk.0.attn_q.weight"),
     "a factor that is NaN": (
         replaced(struct.pack("<2f", 4, 4), struct.pack("<2f", 4, math.nan)),
-        "rope_freqs.weight has values that are not above 0",
+        "rope_freqs.weight has the value nan; all must be finite",
     ),
 }
 

@@ -510,7 +510,7 @@ def test_images_of_python_prompts_are_checked(colours: Path) -> None:
     (output,) = llm.generate(text, ONE, use_tqdm=False)
     assert output.outputs[0].text == "blue" and output.prompt_token_ids.count(PLACEHOLDER) == 9
     wrong: list[tuple[dict[str, Any], str]] = [
-        (prompt([red] * 3), r"images: the prompt has 3, and at most 2 are allowed \(limit_mm_per_prompt\)"),
+        (prompt([red] * 3), r"images: the prompt has 3 images, and at most 2 are allowed \(limit_mm_per_prompt\)"),
         (prompt([red]) | {"prompt_token_ids": [5]}, "images: the prompt has 0 placeholders for 1 images"),
         (prompt([red]) | {"multi_modal_data": {"audio": red}}, "multi_modal_data: audio is not supported, only image"),
         (prompt([red]) | {"multi_modal_data": {"image": [5]}}, r"image\[0\]: must be a Pillow image"),
@@ -626,7 +626,7 @@ def test_invalid_image_request_is_refused_with_status_400(server: Served) -> Non
         ({"messages": user({"type": "image_url", "image_url": {}})}, "image_url.url: is missing", "[1]"),
         ({"messages": user({"type": "input_audio", "input_audio": {}})}, "input_audio is not supported", "[1]"),
         ({"messages": user({"type": "image_url", "image_url": {"url": "http://10.0.0.1/"}})}, "is not allowed", "[1]"),
-        ({"messages": user(red, red, red, red)}, "images: the prompt has 4, and at most", "images"),
+        ({"messages": user(red, red, red, red)}, "images: the prompt has 4 images, and at most", "images"),
         ({"messages": user(red), "truncate_prompt_tokens": 5}, "truncate_prompt_tokens: is not supported", ""),
         ({"messages": user(red), "mm_processor_kwargs": {"crop": 2}}, "'crop' is not supported", "mm_processor_kwargs"),
         (

@@ -172,7 +172,7 @@ def test_pytorch_files_are_read(folder: Path, tmp_path: Path, shards: int) -> No
 def test_pickle_of_other_objects_than_tensors_is_refused(folder: Path, tmp_path: Path) -> None:
     shutil.copy(folder / "config.json", tmp_path)
     torch.save({"model.norm.weight": Path("x")}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(PenstockError, match=r"is not loaded, as its pickle would run pathlib\.\w+\. Convert it"):
+    with pytest.raises(PenstockError, match=r"is not loaded, because its pickle would run pathlib\.\w+\. Convert it"):
         Checkpoint(tmp_path)
 
 

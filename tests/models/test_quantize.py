@@ -219,7 +219,7 @@ def test_group_size_that_does_not_divide_inputs_is_reduced(
     """The largest smaller multiple of 8 that divides the inputs of all matrices, 192 and 576, is used and logged."""
     made = tmp_path / "made"
     quantized(uneven, made, method, group_size=128, rotation=rotation)
-    assert "group size 128 does not divide the inputs of all matrices: using 96" in caplog.text
+    assert "group size 128 does not divide the number of inputs of all matrices: using 96" in caplog.text
     config = json.loads((made / "config.json").read_text())["quantization_config"]
     if config["quant_method"] == "compressed-tensors":
         config = config["config_groups"]["group_0"]["weights"]
@@ -345,7 +345,7 @@ def test_interrupted_run_resumes_to_the_same_bytes(model: Path, tmp_path: Path, 
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
     process.send_signal(signal.SIGSTOP)  # pauses the run, so that it cannot finish before the next signal
-    with pytest.raises(PenstockError, match="another process is quantizing to"):
+    with pytest.raises(PenstockError, match="is in use by another quantization"):
         quantized(model, tmp_path / "cut", "gptq")
     process.send_signal(number)
     process.send_signal(signal.SIGCONT)
@@ -362,7 +362,7 @@ def test_interrupted_run_resumes_to_the_same_bytes(model: Path, tmp_path: Path, 
 
 def test_run_that_failed_to_start_does_not_block_the_next(small: Path, tmp_path: Path) -> None:
     (tmp_path / "texts.jsonl").write_text('{"words": "none"}')
-    with pytest.raises(PenstockError, match=r"record 1 of .* has none of the fields text"):
+    with pytest.raises(PenstockError, match=r"record 1 of .* has no valid field of text"):
         quantized(small, tmp_path / "made", "wint8", calib_dataset=str(tmp_path / "texts.jsonl"))
     quantized(small, tmp_path / "made", "wint8")
 
@@ -445,17 +445,26 @@ def test_report_is_printed_and_written_as_json_and_html(
     ("flags", "message"),
     [
         ("--method gptqq", "--method: invalid choice: 'gptqq'"),
-        ("--method awq --bits 8", "--bits: must be 4 with awq, is 8"),
-        ("--method gptq --bits 3", "--bits: must be 4 or 8 with gptq, is 3"),
-        ("--method w8a8 --group-size 128", "--group-size: w8a8 has one scale per output: remove the option"),
-        ("--method wint4 --group-size 12", "--group-size: must be a multiple of 8, or -1, is 12"),
-        ("--method awq --rotation 64", "--rotation: must be 0 with awq; methods with rotation are wint8, wint4"),
-        ("--method gptq --rotation 48", "--rotation: must be a power of two from 2 to 64, or 0, is 48"),
-        ("--method awq --calib-size 0", "--calib-size: must be at least 1, is 0"),
-        ("--method smoothquant --smoothing-strength 2", "--smoothing-strength: must be from 0 to 1, is 2.0"),
+        ("--method awq --bits 8", "--bits: is 8; it must be 4 with awq"),
+        ("--method gptq --bits 3", "--bits: is 3; it must be 4 or 8 with gptq"),
+        (
+            "--method w8a8 --group-size 128",
+            "--group-size: is 128, but w8a8 has one scale per output: remove the",
+        ),
+        ("--method wint4 --group-size 12", "--group-size: is 12; it must be a multiple of 8, or -1"),
+        ("--method awq --rotation 64", "--rotation: is 64; it must be 0 with awq. Methods with rotation: wint8, wint4"),
+        ("--method gptq --rotation 48", "--rotation: is 48; it must be a power of two from 2 to 64, or 0"),
+        ("--method awq --calib-size 0", "--calib-size: is 0; it must be at least 1"),
+        ("--method smoothquant --smoothing-strength 2", "--smoothing-strength: is 2.0; it must be from 0 to 1"),
         ("--method awq --calib-dataset cnn_dailymail", "--calib-dataset: cnn_dailymail does not exist: name a file"),
-        ("--method awq --output-dir FULL", "is not empty (it contains file): use an empty or new folder, or delete it"),
-        ("--method awq --output-dir MODEL", "contains another checkpoint: use an empty or new folder"),
+        (
+            "--method awq --output-dir FULL",
+            "is not empty (it contains file): name an empty or new folder, or delete",
+        ),
+        (
+            "--method awq --output-dir MODEL",
+            "a checkpoint without a quantization_report.json: name an empty or new",
+        ),
         ("--method awq --output-dir FULL/file", "cannot write to"),
     ],
 )
@@ -511,11 +520,11 @@ def test_texts_are_read_from_every_kind_of_record(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("a.jsonl", b"{", "line 1 of .*a.jsonl is not JSON"),
-        ("a.jsonl", b'{"text": 1}', "record 1 of .*a.jsonl has none of the fields text, messages, prompt"),
-        ("a.jsonl", b'{"messages": ["x"]}', "has none of the fields text, messages, prompt"),
+        ("a.jsonl", b'{"text": 1}', "record 1 of .*a.jsonl has no valid field of text, messages, prompt"),
+        ("a.jsonl", b'{"messages": ["x"]}', "has no valid field of text, messages, prompt"),
         ("a.jsonl", b'{"messages": [{"role": 3}]}', "the chat template cannot render a record"),
         ("a.txt", b"\xff\xfe", "is not UTF-8 text"),
-        ("a.txt", b"", "contains no text"),
+        ("a.txt", b"", "has fewer than 2 tokens of text"),
         ("a.parquet", b"PAR1", "pyarrow|cannot be read as Parquet"),
     ],
 )

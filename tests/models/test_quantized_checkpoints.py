@@ -116,7 +116,9 @@ def test_fp8_checkpoint_of_model_optimizer_matches_transformers(in_config: bool,
         logprobs = model.float()(torch.tensor([prompt])).logits[0].log_softmax(-1)
     torch.testing.assert_close(torch.tensor(found), logprobs[range(len(prompt) - 1), prompt[1:]], atol=1e-3, rtol=0)
     describe(quant_algo="NVFP4")
-    with pytest.raises(PenstockError, match=r"quant_algo 'NVFP4' of Model Optimizer is not supported; FP8 is"):
+    with pytest.raises(
+        PenstockError, match=r"quant_algo 'NVFP4' of Model Optimizer is not supported; use an FP8 checkpoint"
+    ):
         read_config(tmp_path)
 
 
@@ -331,7 +333,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (ct_config("pack-quantized", {}) | {"config_groups": {}}, "no group with a weights scheme"),
     ({"quant_method": "fp8", "activation_scheme": "per_head"}, "activation_scheme 'per_head'"),
     ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
-    ({"quant_method": "fp8", "weight_block_size": [128, -1]}, "-1, not an integer from 1"),
+    ({"quant_method": "fp8", "weight_block_size": [128, -1]}, "-1; it must be an integer from 1"),
     ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "af4"}, "bitsandbytes in 'af4'"),
     ({"quant_method": "bitsandbytes"}, "must set exactly one of load_in_4bit"),
 ]

@@ -86,7 +86,7 @@ def test_trained_length_outside_the_rope_object_is_read(place: str, tmp_path: Pa
         ),
         ({"rope_type": "axial"}, "rope_type 'axial' is not supported; supported are default"),
         ({"rope_type": "yarn", "factor": 2.0, "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-        ({"rope_type": 5}, "rope_type is 5, and has to be a non-empty string"),
+        ({"rope_type": 5}, "rope_type is 5; it must be a non-empty string"),
         ("yarn", "invalid value"),
         ({"full_attention": {"rope_type": "default"}}, "nested by layer type"),
     ],

@@ -37,14 +37,14 @@ RUN = [
     "YoutuForCausalLM",
 ]
 REFUSED = {
-    "BloomForCausalLM": "compute with the attention mask themselves",
+    "BloomForCausalLM": "do arithmetic with the attention mask",
     "FalconForCausalLM": "supports no other attention implementation",
-    "Lfm2MoeForCausalLM": r"more than keys and values \(LinearAttentionLayer\)",
-    "MambaForCausalLM": r"more than keys and values \(it is stateful\)",
+    "Lfm2MoeForCausalLM": r"other than keys and values \(LinearAttentionLayer\)",
+    "MambaForCausalLM": r"other than keys and values \(_is_stateful\)",
     "MBartForCausalLM": "ignores position_ids",
-    "MoshiForCausalLM": "masks have other sliding windows than its KV cache",
+    "MoshiForCausalLM": "sliding windows of its masks differ from those of its KV cache",
     "RobertaForCausalLM": "its positions do not start at 0",
-    "XLMWithLMHeadModel": "does not go through the attention interface",
+    "XLMWithLMHeadModel": "does not use the attention interface",
 }
 
 
@@ -180,7 +180,7 @@ def test_unsupported_option_is_refused_before_reading_weights(tmp_path: Path) ->
     ("name", "value", "message"),
     [
         ("hidden_size", 65, "hidden_size|divisible"),
-        ("hidden_size", "x", "hidden_size is 'x', and has to be a whole number"),
+        ("hidden_size", "x", "hidden_size is 'x'; it must be a whole number"),
         ("intermediate_size", 97, "in another shape"),
         ("num_hidden_layers", 4, "lacks model.layers.3"),
         ("quantization_config", {"quant_method": "gptq", "bits": 4}, "needs unquantized weights"),

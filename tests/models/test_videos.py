@@ -305,7 +305,7 @@ def test_invalid_videos_of_python_prompts_are_refused(colours: Path) -> None:
     llm = LLM(colours, max_model_len=128, limit_mm_per_prompt={"video": 1}, **SMALL)
     video = plain("red", "red")
     wrong: list[tuple[dict[str, Any], str]] = [
-        (prompt([], videos=[video, video]), r"videos: the prompt has 2, and at most 1 are allowed"),
+        (prompt([], videos=[video, video]), r"videos: the prompt has 2 videos, and at most 1 are allowed"),
         (
             prompt([], videos=[video]) | {"prompt_token_ids": [5]},
             "videos: the prompt has 0 placeholders for 1 videos",
@@ -380,7 +380,7 @@ def test_invalid_video_request_is_refused_with_status_400(server: Served) -> Non
         ({"messages": user({"type": "video_url", "video_url": {"url": data_url(b"x")}})}, "is damaged"),
         ({"messages": user({"type": "video_url", "video_url": {}})}, "video_url.url: is missing"),
         ({"messages": user({"type": "video_url", "video_url": {"url": "http://10.0.0.1/"}})}, "is not allowed"),
-        ({"messages": user(part, part, part)}, "videos: the prompt has 3, and at most"),
+        ({"messages": user(part, part, part)}, "videos: the prompt has 3 videos, and at most"),
         ({"messages": user(part), "media_io_kwargs": {"audio": {}}}, "media_io_kwargs: 'audio' is not supported"),
     ]
     for body, message in refused:

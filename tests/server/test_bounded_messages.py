@@ -102,9 +102,9 @@ def test_every_damaged_file_gives_bounded_message(checkpoint: Path, name: str, d
     ("files", "message"),
     [
         ([f"model-{part:05}-of-03000.safetensors" for part in range(3000)], "lacks 3000 files"),
-        (["x" * 5000 + ".safetensors"], "a name of 5012 characters"),
-        (["é" * 200 + ".safetensors"], "a name of 212 characters"),
-        (["a", "b.safetensors"], "which is not a .safetensors file"),
+        (["x" * 5000 + ".safetensors"], "a file name of 5012 bytes"),
+        (["é" * 200 + ".safetensors"], "a file name of 412 bytes"),
+        (["a", "b.safetensors"], "it must name a .safetensors file"),
     ],
 )
 def test_index_with_missing_files_gives_bounded_message(checkpoint: Path, files: list[str], message: str) -> None:

@@ -341,7 +341,7 @@ def test_router_with_another_tokenizer_uses_no_instance(deployment: Deployment, 
     flags = ("--role", "router", "--model", str(tmp_path), "--decode-instances", deployment.decode[-1].root)
     router = Served(*flags, *deployment.secret)
     try:
-        router.find("is not used: its tokenizer is not that of this router's model: use the same --model for both")
+        router.find("is not used: its tokenizer differs from the tokenizer of this router's model")
         router.terminate()
         assert router.ended() == 0
     finally:

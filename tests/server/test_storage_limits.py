@@ -125,7 +125,7 @@ def test_unfinished_batches_beyond_quota_are_refused(clients: list[openai.OpenAI
     fields: dict[str, Any] = {"endpoint": "/v1/completions", "completion_window": "24h"}
     file = upload(mine, LINE)
     first = mine.batches.create(input_file_id=file.id, **fields)
-    with pytest.raises(openai.RateLimitError, match="1 batches, of which 1 are used; wait until one has ended"):
+    with pytest.raises(openai.RateLimitError, match="1 batches, of which 1 are used; wait until a batch ends"):
         mine.batches.create(input_file_id=file.id, **fields)
     other.batches.create(input_file_id=upload(other, LINE).id, **fields)
     mine.batches.cancel(first.id)

@@ -75,7 +75,7 @@ def test_previous_response_id_continues_conversation(client: openai.OpenAI, stre
     assert item.content[0].text == "What did I ask?"  # type: ignore[union-attr]
     client.responses.delete(first.id)
     for request in (lambda: client.responses.retrieve(first.id), lambda: ask(input="?", previous_response_id=first.id)):
-        with pytest.raises(openai.NotFoundError, match="there is no response"):
+        with pytest.raises(openai.NotFoundError, match="does not exist or has expired"):
             request()
     assert client.responses.retrieve(second.id) == second
 

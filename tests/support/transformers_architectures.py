@@ -226,7 +226,7 @@ def _refused(model: PreTrainedModel, reason: str) -> Outcome | None:
     try:
         model(torch.tensor([PROMPTS[1]]), use_cache=False)
     except Exception:
-        return Outcome(False, reason) if reason.startswith("it keeps more than keys and values") else None
+        return Outcome(False, reason) if reason.startswith("it keeps state other than keys and values") else None
     return Outcome(False, reason)
 
 

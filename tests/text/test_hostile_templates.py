@@ -34,7 +34,7 @@ HARM = (
 """Harmful template code, selected by the last message. No expression is constant: Jinja would compute constant
 expressions when it compiles the template."""
 KINDS = ("loop", "power", "memory", "growing", "lists")
-REFUSED = "takes longer than 2 seconds of processor time, or more than 1 GiB of memory|cannot render"
+REFUSED = "takes more than 2 seconds of processor time or 1 GiB of memory|cannot render"
 
 
 def _user(text: str) -> list[dict[str, str]]:

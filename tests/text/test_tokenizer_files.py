@@ -304,5 +304,7 @@ def test_bert_vocab_txt_matches_transformers(word_pieces: tuple[Any, Tokenizer],
 
 def test_vocab_txt_without_special_tokens_is_refused(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_text("the\nriver\n")
-    with pytest.raises(PenstockError, match=r"vocab.txt cannot be read: it lacks \[UNK\], \[CLS\], \[SEP\]"):
+    with pytest.raises(
+        PenstockError, match=r"vocab.txt cannot be read: the tokens \[UNK\], \[CLS\], \[SEP\] are missing"
+    ):
         Tokenizer(tmp_path)
