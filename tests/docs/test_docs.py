@@ -136,6 +136,7 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return ("--storage-dir", str(tmp_path_factory.mktemp("storage")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=[f"{example.page}-{i}" for i, example in enumerate(EXAMPLES)])
 def test_example_prints_documented_output(
     example: Example,
