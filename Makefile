@@ -4,19 +4,29 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export Q ?= What is the capital of Canada?
 
-.PHONY: serve test test-install thorough executors exactness fuzz sanitize reliability reliability-pd lint docs docs-version docs-serve ask train clean
+.PHONY: serve test test-slow test-all test-install thorough executors exactness fuzz sanitize reliability reliability-pd lint docs docs-version docs-serve ask train clean
 
 # Options of `penstock serve`: make serve ARGS="--port 9000 --model /path/to/a/checkpoint"
 serve: .venv/ready
 	@exec $(BIN)/penstock serve $(ARGS)
 
-# Lint runs in parallel with the tests; its output is printed after them, and skipped tests are listed. The recipe calls make instead
-# of $(MAKE), since make would run a recipe with $(MAKE) even with --dry-run, which tests/install uses.
+PYTEST := $(BIN)/python -m pytest -rs --numprocesses 6 --dist loadfile
+
+# Lint, type check and the fast tests, which cover every subject. Lint runs in parallel with the tests; its output is printed after
+# them, and skipped tests are listed. The recipe calls make instead of $(MAKE), since make would run a recipe with $(MAKE) even with
+# --dry-run, which tests/install uses.
 test: .venv/tools
 	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT; \
 	make --no-print-directory lint >"$$log" 2>&1 & lint=$$!; \
-	$(BIN)/python -m pytest -rs --numprocesses 6 --dist loadfile tests; tests=$$?; \
+	$(PYTEST) -m 'not slow and not thorough' tests; tests=$$?; \
 	wait $$lint; lint=$$?; cat "$$log"; [ $$tests = 0 ] && [ $$lint = 0 ]
+
+# The other tests: more models and parameters, servers of every dialect, killed processes, compilation of GPU kernels, the wheel.
+test-slow: .venv/tools
+	$(PYTEST) -m 'slow and not thorough' tests
+
+# All tests that CI runs.
+test-all: test test-slow
 
 # Tests of the wheel only.
 test-install: .venv/tools

@@ -96,9 +96,22 @@ def _share_cores() -> None:
     os.sched_setaffinity(0, cores[number::count] or {cores[number % len(cores)]})
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects items by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _mark_slow_parameters(items)
     ranks = {name: rank for rank, name in enumerate(SLOWEST_FIRST)}
     items.sort(key=lambda item: ranks.get(item.path.stem.removeprefix("test_"), len(SLOWEST_FIRST)))
+
+
+def _mark_slow_parameters(items: list[pytest.Item]) -> None:
+    """Mark the parameter sets of ``slow_after(count)`` as ``slow``, except for the first ``count``."""
+    counts: dict[str, int] = {}
+    for item in items:
+        if (mark := item.get_closest_marker("slow_after")) is not None:
+            function = item.nodeid.partition("[")[0]
+            counts[function] = counts.get(function, 0) + 1
+            if counts[function] > mark.args[0]:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -177,6 +177,7 @@ def test_environment_variables_exist() -> None:
     assert named and named <= VARIABLES
 
 
+@pytest.mark.slow
 def test_manifests_use_ports_and_probes_of_server(servers: Servers) -> None:
     docker = DOCKERFILE.read_text()
     assert f"EXPOSE {PORT}" in docker and "/health'" in docker

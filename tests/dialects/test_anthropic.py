@@ -343,6 +343,7 @@ def test_stream_events_follow_documented_order(served: Served) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.row("anthropic", '{"type": "error", "error": {"type", "message"}}')
 def test_full_queue_and_dead_engine_are_reported_as_errors() -> None:
     with Served("--num-gpu-blocks-override", "40", "--max-num-seqs", "1", "--max-waiting", "0") as served:

@@ -111,6 +111,7 @@ def test_invalid_upload_is_rejected_by_name(client: openai.OpenAI, served: Serve
     client.files.delete(created["id"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["files", "audio/transcriptions"])
 def test_stalled_upload_gets_408(served: Served, path: str) -> None:
     """The client stops sending. The server responds with 408 and closes the connection."""
@@ -200,6 +201,7 @@ def test_cancelled_batch_stops_early(client: openai.OpenAI) -> None:
     assert batch.request_counts and batch.request_counts.completed < 100
 
 
+@pytest.mark.slow
 def test_failing_batch_does_not_block_other_batches(client: openai.OpenAI, served: Served) -> None:
     waits = create_batch(client, *[line(f"{i}", max_tokens=100, min_tokens=100) for i in range(40)])
     broken = create_batch(client_of(served, KEYS[1]), line("a"), line("b"))
@@ -219,6 +221,7 @@ def test_failing_batch_does_not_block_other_batches(client: openai.OpenAI, serve
     assert wait_until_ended(client, waits.id).status == "completed"
 
 
+@pytest.mark.slow
 def test_batch_completes_while_engine_is_busy(tmp_path: Path) -> None:
     """Lines of the batch wait while the engine's queue is full; none is lost."""
     flags = ["--storage-dir", str(tmp_path), "--max-num-seqs", "2", "--max-waiting", "1", "--batch-concurrency", "4"]
@@ -233,6 +236,7 @@ def test_batch_completes_while_engine_is_busy(tmp_path: Path) -> None:
         assert busy and batch.request_counts and batch.request_counts.completed == 30
 
 
+@pytest.mark.slow
 def test_stored_files_are_readable_by_owner_only(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     with Served("--storage-dir", str(tmp_path)) as server:
@@ -245,6 +249,7 @@ LINES = 20
 """Number of lines: more than the API process completes before it is killed."""
 
 
+@pytest.mark.slow
 def test_batch_continues_after_api_process_is_killed(tmp_path: Path) -> None:
     """The restarted API process computes the remaining lines; no line is answered twice."""
     with Served(

@@ -298,6 +298,7 @@ def test_invalid_flag_is_rejected_by_name(capsys: pytest.CaptureFixture[str], fl
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_blade_llm_server_rejects_request_after_max_queue_time(tmp_path: Path) -> None:
     """The server answers requests of OpenAI's and of BladeLLM's clients."""
     flags = "--num-gpu-blocks-override 100 --max-num-seqs 1 --max_queue_time 0.5 --decode_algo sps --gamma 2"
@@ -346,6 +347,7 @@ SERVICE = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.row("bladellm", "name", "metadata.cpu", "metadata.instance", "metadata.resource", "other fields")
 def test_service_json_starts_server(tmp_path: Path) -> None:
     file = tmp_path / "service.json"
@@ -362,6 +364,7 @@ def test_service_json_starts_server(tmp_path: Path) -> None:
             assert any(message in line for line in served.lines), message
 
 
+@pytest.mark.slow
 @pytest.mark.row("bladellm", "metadata.memory", "metadata.gpu")
 def test_service_memory_sizes_kv_cache_without_gpu(tmp_path: Path) -> None:
     file = tmp_path / "service.json"
@@ -411,6 +414,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
     return Shell(tmp_path_factory.mktemp("bladellm"))
 
 
+@pytest.mark.slow
 @pytest.mark.row("bladellm", "blade_llm_quantize", "--quant_mode", "--bit", "--block_wise_quant", "--quant_dtype")
 @pytest.mark.row("bladellm", "--quant_algo", "--calib_data", "--calib_data_file", "--cpu_offload")
 def test_quantized_folder_is_served_in_its_format(shell: Shell) -> None:
@@ -456,6 +460,7 @@ def test_quantized_folder_is_served_in_its_format(shell: Shell) -> None:
         assert f"--{name} is ignored: " in ran.stderr
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.row("bladellm", "--quant_algo", "--quant_dtype", "--calib_data", "--calib_data_file", "--block_wise_quant")
 @pytest.mark.parametrize(
     ("flags", "job"),
@@ -484,6 +489,7 @@ def test_calibrated_algorithms_write_checkpoint(
     assert LLM(tmp_path / "out", num_gpu_blocks_override=40).engine
 
 
+@pytest.mark.slow
 @pytest.mark.row("bladellm", "blade_llm_split")
 def test_split_folder_has_weights_of_each_rank(shell: Shell) -> None:
     message = "split: an engine folder for 2 ranks, bfloat16, kernel layout cpu-3\n"

@@ -181,6 +181,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 def test_ctrl_c_does_not_interrupt_template_rendering() -> None:
     """SIGINT arrives while the template renderer process starts. The server completes its requests before it exits."""
     with (
@@ -193,6 +194,7 @@ def test_ctrl_c_does_not_interrupt_template_rendering() -> None:
         assert server.ended() == 0
 
 
+@pytest.mark.slow
 def test_malicious_templates_fail_without_delaying_others(trusting_server: Served) -> None:
     """Other requests are answered while the server stops a template with an endless loop."""
     answered_starts: list[float] = []
@@ -250,6 +252,7 @@ def several_templates(request: pytest.FixtureRequest, tmp_path_factory: pytest.T
     return folder
 
 
+@pytest.mark.slow
 def test_template_for_tools_is_chosen_by_python(several_templates: Path) -> None:
     hf_tokenizer = AutoTokenizer.from_pretrained(several_templates)
     processor = InputProcessor(several_templates, ModelOptions())
@@ -269,6 +272,7 @@ def test_template_for_tools_is_chosen_by_python(several_templates: Path) -> None
         InputProcessor(several_templates, ModelOptions(chat_template="rage"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("several_templates", ["files"], indirect=True)
 def test_template_for_tools_is_chosen_over_http(several_templates: Path) -> None:
     hf_tokenizer = AutoTokenizer.from_pretrained(several_templates)

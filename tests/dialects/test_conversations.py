@@ -39,6 +39,7 @@ def texts(client: openai.OpenAI, conversation: str) -> list[tuple[str, str]]:
     return [(item.role, item.content[0].text) for item in items if item.type == "message"]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.row("responses", "conversation")
 @pytest.mark.parametrize("mode", ["whole", "streamed", "background"])
 def test_responses_share_a_conversation(client: openai.OpenAI, mode: str) -> None:
@@ -155,6 +156,7 @@ def test_invalid_conversation_requests_are_rejected(client: openai.OpenAI, serve
         client_of(served, KEYS[1]).conversations.retrieve(conversation)
 
 
+@pytest.mark.slow
 def test_stored_objects_are_unavailable_without_storage_dir() -> None:
     with Served("--num-gpu-blocks-override", "100") as server:
         client = client_of(server, "none")

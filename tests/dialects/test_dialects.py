@@ -183,6 +183,7 @@ async def leave_grpc(served: Served, after: int) -> None:
                 return
 
 
+@pytest.mark.slow
 def test_disconnected_clients_of_all_dialects_free_kv_blocks(served: Served) -> None:
     rng = random.Random(0)
 

@@ -105,6 +105,7 @@ def early_failures(served: Served, client: httpx.Client, path: str, key: dict[st
     return failures
 
 
+@pytest.mark.slow
 def test_early_failures_of_each_route_have_its_error_format(served: Served) -> None:
     """The expected format is that of an error found after the body was parsed."""
     compared = 0
@@ -131,6 +132,7 @@ def test_errors_have_distinguishing_member_of_dialect(served: Served, name: str)
     assert has(answer.json(), case.member), answer.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", ["paddlenlp", "bladellm"])
 def test_early_failures_have_error_format_of_profile(profile: str) -> None:
     with served_with("--compat", profile, "--model", "", "--host", "127.0.0.1") as server:
@@ -144,6 +146,7 @@ def test_early_failures_have_error_format_of_profile(profile: str) -> None:
             assert has(refused.json(), CASES["anthropic"].member), "other paths must keep their format"
 
 
+@pytest.mark.slow
 def test_errors_after_engine_death_have_format_of_dialect() -> None:
     """``--max-body-size`` is not set: its default is computed from the engine's context length."""
     with Served("--num-gpu-blocks-override", "200") as server, httpx.Client(base_url=server.root, timeout=60) as client:

@@ -29,6 +29,7 @@ def configured(*flags: str) -> dict[str, Any]:
     return {name: setting["value"] for name, setting in json.loads(found.stdout).items()} | {"stderr": found.stderr}
 
 
+@pytest.mark.slow
 @pytest.mark.row("fastdeploy", "ports 8002 and 8003 between its processes", "engine_worker_queue_port")
 @pytest.mark.row("fastdeploy", "cache_queue_port", "enable_mm")
 def test_server_with_fastdeploy_ports_answers(tmp_path: Path) -> None:
@@ -165,6 +166,7 @@ def test_prefill_and_decode_instances_are_configured_by_ports() -> None:
     assert mixed["engine_address"] == configured()["engine_address"] and mixed["role"] == "mixed"
 
 
+@pytest.mark.slow
 @pytest.mark.row("fastdeploy", "python -m fastdeploy.router.launch")
 def test_prefill_and_decode_instances_on_same_machine_answer(tmp_path: Path) -> None:
     """Both instances are started as in FastDeploy's documentation. Clients may send requests to either instance."""

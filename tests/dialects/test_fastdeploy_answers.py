@@ -153,6 +153,7 @@ def test_model_field_is_ignored_by_default(served: Served, path: str, model: str
     assert answer["model"] == served.name
 
 
+@pytest.mark.slow
 def test_model_field_is_checked_with_served_model_name(tmp_path: Path) -> None:
     flags = "--compat fastdeploy --metrics-port 0 --num-gpu-blocks-override 64 --served-model-name ernie --log-file"
     with Served(*flags.split(), str(tmp_path / "log")) as served:

@@ -93,6 +93,7 @@ def results_of(response: Any) -> list[dict[str, Any]]:
     return [{"type": "function_call_output", "call_id": call.call_id, "output": RESULT} for call in calls]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("dialect", [chat, messages, responses, ollama])
 def test_answer_is_accepted_as_history(dialect: Callable[[ScriptedServer], Awaitable[None]]) -> None:
     async def check() -> None:
@@ -111,6 +112,7 @@ def stored(folder: Path) -> Any:
     return scripted_server(chat_template=TEMPLATE, server_options=options)
 
 
+@pytest.mark.slow
 @pytest.mark.row("responses", "item_reference", "output")
 def test_item_references_equal_full_items(tmp_path: Path) -> None:
     """References to input, output and conversation items are replaced by the referenced items."""
@@ -154,6 +156,7 @@ def test_item_references_equal_full_items(tmp_path: Path) -> None:
     asyncio.run(check())
 
 
+@pytest.mark.slow
 def test_referenced_items_count_towards_body_limit(tmp_path: Path) -> None:
     """The limit applies to the body plus all stored items that the request references."""
     limits = ServerOptions(storage_dir=str(tmp_path / "kept"), api_key=KEYS, max_body_size=100_000)

@@ -798,6 +798,7 @@ def replace(document: Any, path: tuple[Any, ...], value: Any) -> Any:
     return copy
 
 
+@pytest.mark.slow
 @settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_request_is_answered_or_rejected(
@@ -853,6 +854,7 @@ def test_disconnect_cancels_request(served: Served) -> None:
     served.find(r"generate_stream .*error=cancelled", after=seen)
 
 
+@pytest.mark.slow
 def test_allow_shared_memory_permits_shared_memory_on_any_address() -> None:
     """The server listens on all addresses. The next test covers the refusal without the option."""
     flags = ("--num-gpu-blocks-override", "50", "--host", "0.0.0.0", "--allow-shared-memory")
@@ -869,6 +871,7 @@ def test_allow_shared_memory_permits_shared_memory_on_any_address() -> None:
         shm.destroy_shared_memory_region(region)
 
 
+@pytest.mark.slow
 def test_api_key_is_required_except_for_probes() -> None:
     flags = ("--exclude-input-in-output", "--accumulate-tokens")
     with Served("--num-gpu-blocks-override", "50", "--api-key", "secret", *flags, "--host", "0.0.0.0") as served:

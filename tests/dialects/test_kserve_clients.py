@@ -445,6 +445,7 @@ def test_cancelled_call_frees_request(served: Served, client: triton.InferenceSe
     wait_until_idle(served)
 
 
+@pytest.mark.slow
 def test_stop_without_matching_request_has_no_effect(served: Served, client: triton.InferenceServerClient) -> None:
     """The stop request names an ended request, a request of another client, or none."""
     assert client.infer("tensorrt_llm", prepare_stop_signals(), request_id="41").get_response().id == "41"

@@ -282,6 +282,7 @@ def test_disconnect_or_deadline_cancels_requests(served: Served) -> None:
     served.find(r"gRPC ModelInfer 'ensemble' .*error=cancelled", after=seen)
 
 
+@pytest.mark.slow
 def test_api_key_is_required_and_shutdown_drains_stream(served: Served, tmp_path: Any) -> None:
     flags = ("--num-gpu-blocks-override", "200", "--grpc-port", "0", "--api-key", "secret")
     with Served(*flags) as other, triton.InferenceServerClient(address(other)) as client:

@@ -86,6 +86,7 @@ def by_penstock(schema: type[RequestBody], name: str, value: Any, lax: Any) -> A
         return ...
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: schema.__name__)
 def test_scalars_are_converted_as_by_pydantic(schema: type[RequestBody]) -> None:
     for name, kind in scalar_fields(schema):

@@ -36,6 +36,7 @@ def events(served: Served, path: str, **body: Any) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n\n") if line]
 
 
+@pytest.mark.slow
 @pytest.mark.row("llama-server", "/completion", "/completions")
 @pytest.mark.row("llama-server", "n_predict")
 @pytest.mark.row("llama-server", "return_tokens", "timings_per_token")

@@ -92,6 +92,7 @@ ANSWERS: dict[str, tuple[dict[str, Any], str, str]] = {
 """By case: options of the model, its raw output, and the expected content of the message."""
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", ANSWERS)
 def test_tool_choice_none_hides_tools_and_removes_calls(name: str) -> None:
     options, answer, content = ANSWERS[name]

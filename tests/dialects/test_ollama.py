@@ -68,6 +68,7 @@ def test_tool_is_called_and_its_result_read(client: ollama.Client) -> None:
     assert "21" in (client.chat(MODEL, messages, tools=[WEATHER], options=GREEDY).message.content or "")
 
 
+@pytest.mark.slow
 def test_ids_of_tool_calls_reach_template(tmp_path: Path) -> None:
     """Open WebUI and the AI SDK's Ollama provider send ids of calls, and some templates require them."""
     template = tmp_path / "ids.jinja"
@@ -189,6 +190,7 @@ def test_invalid_options_are_rejected_by_name(client: ollama.Client, servers: Se
     assert answer.headers["x-penstock-ignored"] == "unknown"
 
 
+@pytest.mark.slow
 def test_images_reach_vision_model(tmp_path: Path) -> None:
     save_colours(tmp_path)
     buffer = io.BytesIO()

@@ -286,6 +286,7 @@ def test_waiting_request_times_out(served: Served) -> None:
             assert answer.json() == {"req_id": late, "error_msg": message, "error_code": 408}
 
 
+@pytest.mark.slow
 def test_response_timeout_limits_whole_answer_but_not_stream(served: Served) -> None:
     """The timeout limits the time between outputs: the chunks of a stream, or the whole answer as a single output."""
     answer = ask(served, **ENDLESS, req_id="slow", response_timeout=0.2).json()
@@ -297,6 +298,7 @@ def test_response_timeout_limits_whole_answer_but_not_stream(served: Served) -> 
     assert lines(served, **long, response_timeout=less)[-1]["is_end"] == 1
 
 
+@pytest.mark.slow
 def test_full_queue_and_dead_engine_are_reported() -> None:
     with Served("--num-gpu-blocks-override", "99", "--max-num-seqs", "1", "--max-waiting", "0") as small:
         with Endless(small, req_id="first") as running:

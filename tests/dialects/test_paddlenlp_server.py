@@ -72,6 +72,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 # --- Processes --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.row(
     "paddlenlp",
     "start_server [model_name]",
@@ -132,6 +133,7 @@ def test_server_starts_answers_and_stops(shell: Shell, tokenizer: PreTrainedToke
     assert shell.run("stop_server") == (0, "No server started by start_server is running.\n")
 
 
+@pytest.mark.slow
 @pytest.mark.row("paddlenlp", "rank_0/model.pdiparams", "OUTPUT_LOG_TO_CONSOLE", "BATCH_SIZE")
 def test_failed_start_is_explained(shell: Shell) -> None:
     (shell.folder / "graph" / "rank_0").mkdir(parents=True)
@@ -148,6 +150,7 @@ def test_failed_start_is_explained(shell: Shell) -> None:
     assert shell.run("stop_server")[1].startswith("No server")
 
 
+@pytest.mark.slow
 @pytest.mark.row(
     "paddlenlp", "model_name", "org/name/weight_only_int8", "--speculate_model_path", "-s", "-m", "-d", "-n", "-M"
 )

@@ -29,6 +29,7 @@ def run(check: Callable[[ScriptedServer], Any], **options: Any) -> None:
     asyncio.run(started())
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("prefill", PREFILLS)
 def test_prefill_is_unmodified_in_prompt_of_each_dialect(prefill: str) -> None:
     last = {"role": "assistant", "content": prefill}
@@ -47,6 +48,7 @@ def test_prefill_is_unmodified_in_prompt_of_each_dialect(prefill: str) -> None:
     run(check, chat_template=UNMODIFIED)
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prefill", PREFILLS)
 @pytest.mark.parametrize("template", [UNMODIFIED, TRIMMED])

@@ -109,6 +109,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.row("vllm", "--rope-scaling", "--return-tokens-as-token-ids", "--qlora-adapter-name-or-path")
 @pytest.mark.row("vllm", "--enable-prompt-adapter", "--skip-tokenizer-init", "--disable-sliding-window")
 @pytest.mark.row("vllm", "--scheduler-delay-factor", "--speculative-max-model-len")
@@ -219,6 +220,7 @@ def test_contradicting_flags_are_rejected(capsys: pytest.CaptureFixture[str], ar
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ascend_start_servers_script_serves_quantized_checkpoint(tmp_path: Path) -> None:
     assert main(["shims", str(tmp_path), "ascend-vllm"]) == 0
     command = [str(tmp_path / "llm_tools/PD_separate/start_servers.sh"), "--model", str(demo.CHAT)]

@@ -157,6 +157,7 @@ def test_openai_client_embeds_with_encoder(encoder: Path, embedder: Served) -> N
     assert near[0]["relevance_score"] == pytest.approx(1, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_cohere_embeddings_have_each_type(encoder: Path, embedder: Served) -> None:
     """Float embeddings equal ``LLM.embed``. Integer and binary embeddings are quantized as by sentence-transformers."""
     prompted = [PROMPTS["query"] + text for text in DOCUMENTS], [PROMPTS["document"] + text for text in DOCUMENTS]
@@ -218,6 +219,7 @@ def test_unsupported_cohere_embed_request_is_rejected(embedder: Served, fields: 
     assert message in answer.json()["message"]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_decoder_classifies_by_last_token(family: str, tmp_path: Path) -> None:
     configs = {"qwen3": Qwen3Config(**SMALL, head_dim=32, sliding_window=None), "llama": LlamaConfig(**SMALL)}
@@ -248,6 +250,7 @@ def test_qwen3_reranker_template_equals_original() -> None:
     assert text.endswith("\n<Query>: a?\n<Document>: b.<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
+@pytest.mark.slow
 def test_yes_no_reranker_scores_pairs(tmp_path: Path) -> None:
     """The score is the probability of the token "yes" relative to "No" after the prompt, as in Qwen3-Reranker."""
     save(Qwen3Config(**SMALL | {"vocab_size": 4096}, head_dim=32, sliding_window=None), tmp_path)

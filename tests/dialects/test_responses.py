@@ -332,6 +332,7 @@ def test_refusal_in_history_equals_output_text(client: openai.OpenAI) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 @pytest.mark.row("responses", "errors")
 def test_dead_engine_ends_stream_with_error() -> None:
     with Served("--num-gpu-blocks-override", "80") as served:

@@ -60,6 +60,7 @@ def summary(ran: subprocess.CompletedProcess[str]) -> str:
     return ran.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_results_equal_llm(tmp_path: Path) -> None:
     lines = [chat(str(i), question, **GREEDY) for i, question in enumerate(QUESTIONS)]
     several = request("both", {"prompt": ["Once upon a time", "The"], "model": "mine", **GREEDY}, COMPLETIONS)
@@ -83,6 +84,7 @@ def test_results_equal_llm(tmp_path: Path) -> None:
     assert [entry["embedding"] for entry in answers["vectors"]["data"]] == embedded
 
 
+@pytest.mark.slow
 def test_failed_lines_are_explained_and_not_retried(tmp_path: Path) -> None:
     bad = {
         "stream": (chat("stream", "Hi", stream=True), 400, "stream"),
@@ -117,6 +119,7 @@ def test_failed_lines_are_explained_and_not_retried(tmp_path: Path) -> None:
     assert results(tmp_path)[-1]["custom_id"] == "mended"
 
 
+@pytest.mark.slow
 def test_killed_run_is_continued(tmp_path: Path) -> None:
     long = {"max_tokens": 60, "ignore_eos": True}  # long enough to be running when the process is killed
     write(tmp_path, [chat(f"question {i}", "Tell me a story.", seed=i, **long) for i in range(30)])
@@ -144,6 +147,7 @@ def test_killed_run_is_continued(tmp_path: Path) -> None:
     assert "all 30 lines already have a result" in again.stderr
 
 
+@pytest.mark.slow
 def test_engine_crash_or_full_queue_loses_no_result(tmp_path: Path) -> None:
     """More sequences are submitted than may run or wait, and the engine is killed while it computes them."""
     write(tmp_path, [chat(str(i), "Tell me a story.", n=4, max_tokens=30, ignore_eos=True, seed=i) for i in range(14)])
@@ -159,6 +163,7 @@ def test_engine_crash_or_full_queue_loses_no_result(tmp_path: Path) -> None:
     assert all(len(result["response"]["body"]["choices"]) == 4 for result in results(tmp_path))
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_resumable_results(tmp_path: Path) -> None:
     write(tmp_path, [chat(str(i), "Tell me a story.", seed=i) for i in range(60)])
     process = subprocess.Popen(
@@ -173,6 +178,7 @@ def test_ctrl_c_leaves_resumable_results(tmp_path: Path) -> None:
     assert results(tmp_path)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("content", "message"),
     [("notes of mine\n", "line 1"), ("notes", "not a file of batch results"), (json.dumps({"a": 1}), "not a file")],
@@ -203,6 +209,7 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[Any], limi
         time.sleep(0.005)
 
 
+@pytest.mark.slow
 def test_line_with_temporary_error_is_retried(tmp_path: Path) -> None:
     """The last result of a line replaces the earlier ones."""
     write(tmp_path, [chat("again", QUESTIONS[0], **GREEDY)])

@@ -129,6 +129,7 @@ def test_documented_command_serves_model_under_its_path(served: Served) -> None:
     assert served.name == f"{demo.CHAT}/"
 
 
+@pytest.mark.slow
 @pytest.mark.row("bladellm", "name", "containers[].command", "containers[].port", "containers[].image")
 @pytest.mark.row("bladellm", "storage[].mount_path", "oss", "storage[].empty_dir", "metadata.cpu", "metadata.resource")
 def test_documented_service_json_is_served(shell: Shell, served: Served) -> None:

@@ -186,6 +186,7 @@ def test_answers_have_documented_fields(terminal: Terminal, stream: bool) -> Non
     assert json.loads(line)["error_msg"] and json.loads(line)["error_code"] != 0
 
 
+@pytest.mark.slow
 @pytest.mark.row("paddlenlp", 'openai.Client(base_url="http://HOST:PORT/v1/chat/completions")')
 def test_documented_openai_client_program_prints_answers(terminal: Terminal) -> None:
     output = terminal.python(f"""
@@ -256,6 +257,7 @@ print("\\n")
 PORTS = "\n".join(line for line in ENVIRONMENT.splitlines() if "_PORT=" in line) + "\nexport BLOCK_BS=5\n"
 
 
+@pytest.mark.slow
 @pytest.mark.row("paddlenlp", "docker run … start_server $model_name && tail -f /dev/null", "org/name/weight_only_int8")
 def test_docker_run_command_serves_model_by_name(elsewhere: Terminal) -> None:
     """The script runs the command that the documentation passes to ``docker run``."""
@@ -278,6 +280,7 @@ def test_docker_run_command_serves_model_by_name(elsewhere: Terminal) -> None:
     assert httpx.get(elsewhere.printed("http://127.0.0.1:8110/v2/health/ready")).status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.row("paddlenlp", "download_model.py", "--model_name", "--dir", "start_server [model_name]")
 def test_downloaded_model_is_found_by_start_server(elsewhere: Terminal) -> None:
     single = f"""
@@ -292,6 +295,7 @@ python download_model.py --model_name $model_name --dir $MODEL_PATH --nnodes 1
     assert status == 0 and "Ready: process" in output, output
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.row("paddlenlp", "--nnodes", "-n", "--mode", "-M")
 @pytest.mark.parametrize(
     "more", ['--mode "master"', '--mode "slave"', '--mode "master" --speculate_model_path $MODEL_PATH']
@@ -324,6 +328,7 @@ def test_machine_outside_pod_ips_is_rejected(elsewhere: Terminal) -> None:
     assert status == 2 and "POD_IPS: none of 198.51.100.1, 198.51.100.2 is an address of this machine" in output
 
 
+@pytest.mark.slow
 @pytest.mark.row(
     "paddlenlp", "MP_NUM", "CUDA_VISIBLE_DEVICES", "mpirun start_server", "mpirun stop_server", "SERVICE_HTTP_PORT"
 )

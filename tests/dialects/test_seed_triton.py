@@ -199,6 +199,7 @@ def test_templates_are_filled(repository: str) -> None:
         assert line in lines
 
 
+@pytest.mark.slow
 @pytest.mark.row("triton", "--use_fp8_context_fmha", "--qformat", "--kv_cache_dtype", "--calib_dataset")
 def test_checkpoint_is_quantized_to_fp8(workspace: Path) -> None:
     """The documented calibration data is Parquet; the test uses JSON Lines, which need no additional package."""
@@ -295,6 +296,7 @@ def test_end_to_end_grpc_client_gets_same_text(served: Served) -> None:
     assert text == json.loads(curl(served, GENERATE))["text_output"]
 
 
+@pytest.mark.slow
 @pytest.mark.row("triton", "--world_size", "--tritonserver", "--log", "--log-file", "--model_repo")
 def test_launch_script_starts_same_server(workspace: Path, served: Served) -> None:
     with served_by(workspace, LAUNCH) as launched:
@@ -306,6 +308,7 @@ def test_launch_script_starts_same_server(workspace: Path, served: Served) -> No
         assert json.loads(curl(launched, GENERATE)) == json.loads(curl(served, GENERATE))
 
 
+@pytest.mark.slow
 @pytest.mark.row("triton", "--world_size", "--tp_size", "--pp_size")
 def test_engine_for_two_ranks_gives_same_answer(workspace: Path, served: Served) -> None:
     write_templates(workspace / "models" / "qwen2-14b-trt-engine-h20-2tp")

@@ -301,6 +301,7 @@ def test_invalid_rank_table_is_reported_in_one_line(
 # --- Steps 6 to 8: start and requests ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.row("vllm", "GLOBAL_RANK_TABLE_FILE_PATH", "RANK_TABLE_FILE_PATH", "NODE_PORTS")
 def test_prefill_and_decode_instances_equal_single_instance(shell: Shell, served: Served, tmp_path: Path) -> None:
     """All documented steps are run, from rank tables to a chat at the scheduler's port. The scheduler has no engine."""

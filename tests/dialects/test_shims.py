@@ -125,6 +125,7 @@ def test_foreign_file_is_not_overwritten_without_force(tmp_path: Path, capsys: p
     assert "the real one" not in (tmp_path / "tritonserver").read_text()
 
 
+@pytest.mark.slow
 def test_shims_run_from_any_folder_and_python(tmp_path: Path) -> None:
     """The current folder has an unrelated ``penstock.py``, and some commands run in a Python without Penstock."""
     shims, here = tmp_path / "shims", tmp_path / "here"
@@ -170,6 +171,7 @@ print(result.outputs[0].text)
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("system", IMPORTS)
 def test_written_modules_are_importable(tmp_path: Path, system: str) -> None:
     assert main(["shims", str(tmp_path), system]) == 0

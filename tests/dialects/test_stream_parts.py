@@ -305,6 +305,7 @@ DIALECTS: tuple[Callable[[ScriptedServer], Awaitable[tuple[Any, Any]]], ...] = (
 )
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("form", FORMATS)
 def test_streams_equal_whole_answers(form: str) -> None:
     write, options = FORMATS[form]

@@ -30,6 +30,7 @@ def client(served: Served) -> InferenceClient:
     return InferenceClient(base_url=served.root)
 
 
+@pytest.mark.slow
 @pytest.mark.row("tgi", "/")
 @pytest.mark.row("tgi", "max_new_tokens")
 @pytest.mark.row("tgi", "return_full_text")
@@ -159,6 +160,7 @@ def test_generate_paths_and_info_are_served(client: InferenceClient, served: Ser
     assert info["max_total_tokens"] > 1000 and info["model_pipeline_tag"] == "text-generation"
 
 
+@pytest.mark.slow
 def test_post_to_root_path_requires_key() -> None:
     with Served("--api-key", "secret", "--num-gpu-blocks-override", "100") as server:
         assert httpx.get(server.root).status_code == 200

@@ -104,6 +104,7 @@ def _metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_tool_image_reaches_model_in_each_dialect(colours: str, template: str) -> None:
     async def check() -> None:

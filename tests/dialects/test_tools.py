@@ -119,6 +119,7 @@ FORMATS = {
 """By format: fragment of a chat template from which the format is detected."""
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize("tool_format", FORMATS)
 def test_format_is_detected_generated_and_parsed(client: openai.OpenAI, tool_format: str) -> None:
     template = {"chat_template": PLAIN_TEMPLATE.replace("TEACHES", FORMATS[tool_format])}
@@ -148,6 +149,7 @@ def test_call_ids_match_template(client: openai.OpenAI) -> None:
         assert re.fullmatch(pattern, call.id)
 
 
+@pytest.mark.slow
 def test_tool_call_parser_selects_format() -> None:
     arguments = ("--num-gpu-blocks-override", "400", "--tool-call-parser", "mistral", "--reasoning-parser", "none")
     with Served(*arguments) as served:

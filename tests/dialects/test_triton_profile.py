@@ -179,6 +179,7 @@ def test_templates_are_filled(templates: Path) -> None:
     assert "max_batch_size: 3" in (templates / "ensemble" / "config.pbtxt").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.row("triton", ":8002/metrics")
 def test_documented_server_answers(templates: Path, engine: Path) -> None:
     repository = filled(templates, engine, max_tokens_in_paged_kv_cache="8192")

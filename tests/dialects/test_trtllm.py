@@ -77,6 +77,7 @@ def test_weight_only_formats_set_server_options(
     assert settings.items() >= {"model": str(tmp_path / "engine"), **expected}.items()
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.row("triton", "quantize.py --model_dir --output_dir", "--qformat", "--calib_size", "--calib_dataset")
 @pytest.mark.row("triton", "--calib_max_seq_length", "--awq_block_size", "--batch_size")
 @pytest.mark.parametrize(
@@ -162,6 +163,7 @@ def test_build_switches_are_recorded_and_ignored(tmp_path: Path) -> None:
     assert stderr.count("requests can ask for logits") == 2
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.row("triton", "--tp_size", "--pp_size", "--workers")
 @pytest.mark.parametrize("command", ["convert_checkpoint.py", "quantize.py"])
 def test_tp_and_pp_size_set_server_parallelism(

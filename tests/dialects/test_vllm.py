@@ -176,6 +176,7 @@ def test_stream_of_dead_engine_ends_with_error_object(served: Served) -> None:
     assert not end and json.loads(failed)["error"]["code"] == 503
 
 
+@pytest.mark.slow
 @pytest.mark.row("vllm", "python -m vllm.entrypoints.openai.api_server", "python -m vllm.entrypoints.api_server")
 def test_vllm_modules_of_shims_start_server(shims: Path) -> None:
     environment = {"PYTHONPATH": str(shims / "modules")}

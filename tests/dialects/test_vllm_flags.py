@@ -300,6 +300,7 @@ def test_invalid_root_path_is_rejected(capsys: pytest.CaptureFixture[str]) -> No
         assert "root_path" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_completion_without_max_tokens_keeps_max_output_len() -> None:
     with Served("--num-gpu-blocks-override", "50", "--max-output-len", "4") as served:
         for path, headers, body in (

@@ -136,6 +136,7 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return ("--storage-dir", str(tmp_path_factory.mktemp("storage")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=[f"{example.page}-{i}" for i, example in enumerate(EXAMPLES)])
 def test_example_prints_documented_output(
     example: Example,
@@ -184,6 +185,13 @@ def test_chinese_cookbook_has_same_code(page: str) -> None:
     english, chinese = DOCS / "cookbook" / page, DOCS / "zh/cookbook" / page
     assert blocks(chinese) == blocks(english)
     assert f"](../zh/cookbook/{page})" in english.read_text() and f"](../../cookbook/{page})" in chinese.read_text()
+
+
+@pytest.mark.parametrize("page", [page.relative_to(DOCS / "zh").as_posix() for page in sorted(DOCS.glob("zh/**/*.md"))])
+def test_translated_pages_link_to_each_other(page: str) -> None:
+    english, chinese = DOCS / page, DOCS / "zh" / page
+    assert f"[中文]({os.path.relpath(chinese, english.parent)})" in english.read_text()
+    assert f"[English]({os.path.relpath(english, chinese.parent)})" in chinese.read_text()
 
 
 def test_chinese_pages_have_same_python() -> None:

@@ -65,12 +65,26 @@ def test_chinese_dialect_tables_have_same_rows(system: str) -> None:
     assert first[0] == first[1]
 
 
-@pytest.mark.parametrize("page", ["README", "docs/installation", "docs/feature_list", "docs/dialects"])
+@pytest.mark.parametrize(
+    "page",
+    [
+        "README",
+        "docs/installation",
+        "docs/feature_list",
+        "docs/dialects",
+        "docs/troubleshooting",
+        "docs/serving/index",
+        "docs/serving/health",
+        "docs/serving/failures",
+        "docs/serving/prefix_cache",
+    ],
+)
 def test_chinese_page_has_same_commands_and_tables(page: str) -> None:
+    """Blocks without a language, such as diagrams, are translated."""
     chinese = "README.zh-CN.md" if page == "README" else f"docs/zh/{page.removeprefix('docs/')}.md"
     texts = [(ROOT / name).read_text() for name in (f"{page}.md", chinese)]
     if page != "docs/dialects":  # the comments in its commands are translated
-        assert len({tuple(re.findall(r"^```.*?^```", text, flags=re.M | re.S)) for text in texts}) == 1
+        assert len({tuple(re.findall(r"^```\w.*?^```", text, flags=re.M | re.S)) for text in texts}) == 1
     assert len({sum(line.startswith("|") for line in text.splitlines()) for text in texts}) == 1
     for name, text in zip((f"{page}.md", chinese), texts, strict=True):
         for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", text):

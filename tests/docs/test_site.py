@@ -148,6 +148,7 @@ def test_pages_link_to_their_translation(site: dict[Path, Page]) -> None:
         assert target == (other if other.exists() else SITE / "zh/index.html"), name
 
 
+@pytest.mark.slow
 def test_version_selector_lists_versions(site: dict[Path, Page], tmp_path: Path) -> None:
     sys.path.insert(0, str(ROOT / "scripts/docs"))
     try:
@@ -181,6 +182,7 @@ def test_version_selector_lists_versions(site: dict[Path, Page], tmp_path: Path)
         browser.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt install chromium)")
 def test_search_finds_pages_in_both_languages(site: dict[Path, Page], address: str) -> None:
     """The search sends no requests to other hosts, and causes no script errors."""

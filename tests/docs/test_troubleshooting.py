@@ -1,4 +1,4 @@
-"""Messages and options quoted in docs/troubleshooting.md exist in Penstock's sources."""
+"""Messages and options quoted in docs/troubleshooting.md and its translation exist in Penstock's sources."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from repository import ROOT
 from penstock.config.settings import settings
 
 PAGE = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+CHINESE = (ROOT / "docs/zh/troubleshooting.md").read_text(encoding="utf-8")
 OTHER_OPTIONS = set(
     "--gpus --cpus --no-cache-dir --force-reinstall --no-deps --help --version --url --once --compat --config".split()
 )
 """Options of docker, pip and Penstock's commands that are not in ``settings()``."""
 
 
-def message_cells() -> list[str]:
-    """Messages of the page: the code in the first cell of each row."""
-    rows = [line.split(" | ")[0] for line in PAGE.splitlines() if line.startswith("| ")]
+def message_cells(page: str) -> list[str]:
+    """Messages of a page: the code in the first cell of each row."""
+    rows = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| ")]
     return [code for row in rows for code in re.findall(r"`([^`]+)`", row) if len(code) > 15]
 
 
@@ -50,13 +51,18 @@ def is_printed(part: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("message", message_cells())
+@pytest.mark.parametrize("message", message_cells(PAGE))
 def test_quoted_message_is_in_the_sources(message: str) -> None:
     parts = [part for part in message.split("…") if len(part.strip(PUNCTUATION)) >= MIN_LENGTH]
     assert parts
     assert not [part for part in parts if not is_printed(part)]
 
 
-def test_options_of_the_page_exist() -> None:
+def test_chinese_page_quotes_the_same_messages() -> None:
+    assert message_cells(CHINESE) == message_cells(PAGE)
+
+
+@pytest.mark.parametrize("page", [PAGE, CHINESE], ids=["English", "Chinese"])
+def test_options_of_the_page_exist(page: str) -> None:
     known = {setting.flag for setting in settings().values()} | OTHER_OPTIONS
-    assert not set(re.findall(r"--[a-z][a-z-]+", PAGE)) - known
+    assert not set(re.findall(r"--[a-z][a-z-]+", page)) - known

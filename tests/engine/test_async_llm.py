@@ -79,6 +79,7 @@ def test_streamed_outputs_are_prefixes_of_llm_output() -> None:
     run(streams())
 
 
+@pytest.mark.slow
 def test_closed_stream_is_aborted_and_timeout_ends_request() -> None:
     async def close_early() -> None:
         async with started(max_num_seqs=1) as llm:
@@ -95,6 +96,7 @@ def test_closed_stream_is_aborted_and_timeout_ends_request() -> None:
     run(close_early())
 
 
+@pytest.mark.slow
 def test_invalid_text_or_timeout_is_refused_with_field() -> None:
     """The text is a lone surrogate, which Python's JSON decoder accepts; the timeout is NaN."""
 
@@ -114,6 +116,7 @@ def test_invalid_text_or_timeout_is_refused_with_field() -> None:
     run(ask())
 
 
+@pytest.mark.slow
 def test_requests_beyond_max_waiting_are_refused() -> None:
     async def flood() -> None:
         async with started(max_num_seqs=1, max_waiting=2) as llm:
@@ -126,6 +129,7 @@ def test_requests_beyond_max_waiting_are_refused() -> None:
     run(flood())
 
 
+@pytest.mark.slow
 def test_killed_engine_fails_its_streams_and_is_restarted() -> None:
     async def kill() -> None:
         async with started() as llm:
@@ -147,6 +151,7 @@ def test_killed_engine_fails_its_streams_and_is_restarted() -> None:
     run(kill())
 
 
+@pytest.mark.slow
 def test_stopped_engine_drains_and_exits_with_status_0() -> None:
     async def stop() -> None:
         llm = AsyncLLM(num_gpu_blocks_override=200)
@@ -160,6 +165,7 @@ def test_stopped_engine_drains_and_exits_with_status_0() -> None:
     run(stop())
 
 
+@pytest.mark.slow
 def test_slow_reader_gets_complete_output() -> None:
     """The reader is slower than the engine, and a stop string ends the text. A request id may be used again."""
 
@@ -183,6 +189,7 @@ def test_slow_reader_gets_complete_output() -> None:
     run(read())
 
 
+@pytest.mark.slow
 def test_requests_running_at_drain_timeout_fail() -> None:
     async def stop() -> None:
         llm = AsyncLLM(num_gpu_blocks_override=200, drain_timeout=0.0)
@@ -198,6 +205,7 @@ def test_requests_running_at_drain_timeout_fail() -> None:
     run(stop())
 
 
+@pytest.mark.slow
 def test_requests_time_out_and_clients_stay_registered_while_engine_is_stopped() -> None:
     """While the engine is stopped, keep-alive messages of clients still count, and a running and a new request time
     out."""
@@ -223,6 +231,7 @@ def test_requests_time_out_and_clients_stay_registered_while_engine_is_stopped()
     run(stall())
 
 
+@pytest.mark.slow
 def test_hanging_engine_is_killed_and_restarted() -> None:
     """The open stream ends with an error. Requests are refused until the new engine is ready."""
 
@@ -261,6 +270,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_engine_ends_when_parent_is_killed() -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None

@@ -100,6 +100,7 @@ def test_data_parallel_answers_equal_single_engine(served: Served) -> None:
     assert not set.intersection(*cores) or len(os.sched_getaffinity(0)) < 2
 
 
+@pytest.mark.slow
 def test_request_is_routed_to_engine_with_cached_prefix(served: Served) -> None:
     """Load balancing spreads the prompts over both engines. Prompts with the same prefix are then sent to the engine
     that caches it, also while one engine runs eight sequences."""
@@ -115,6 +116,7 @@ def test_request_is_routed_to_engine_with_cached_prefix(served: Served) -> None:
         assert not details or not details["cached_tokens"]
 
 
+@pytest.mark.slow
 def test_dead_engine_fails_started_requests_only(served: Served) -> None:
     """The stream of the killed engine gets an error, its waiting requests run on the other engine, and it restarts."""
     expected = choices(complete(served, prompt="The sea", temperature=0))
@@ -145,6 +147,7 @@ def test_dead_engine_fails_started_requests_only(served: Served) -> None:
     assert choices(complete(served, prompt="The sea", temperature=0)) == expected
 
 
+@pytest.mark.slow
 def test_adapters_are_loaded_in_every_engine(tmp_path: Path) -> None:
     """A restarted engine gets the adapters that were loaded meanwhile. Both API gateways can use them."""
     model = save(Qwen3Config(**SMALL, head_dim=16, sliding_window=None), tmp_path)
@@ -189,6 +192,7 @@ def test_adapters_are_loaded_in_every_engine(tmp_path: Path) -> None:
     assert asyncio.run(found()) == [output.outputs[0].token_ids for output in expected]
 
 
+@pytest.mark.slow
 def test_request_refused_by_full_engine_runs_on_another() -> None:
     """The request's prefix is cached in the full engine only. If both engines are full, it gets an error from one."""
     prompt = {"prompt_token_ids": list(range(10, 210))}

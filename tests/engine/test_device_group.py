@@ -13,6 +13,7 @@ from repository import SUPPORT
 pytest.importorskip("penstock.ops._kernels", reason="the CPU kernels were not built")
 
 
+@pytest.mark.slow
 def test_every_rank_gathers_outputs_of_all_ranks(tmp_path: Path) -> None:
     from penstock.parallel.shared_memory import create_memory
 

@@ -64,6 +64,7 @@ def assert_close(ours: list[float], theirs: Tensor) -> None:
     assert ours == pytest.approx(theirs.tolist(), abs=1e-4)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("ops", ["reference", "cpu"])
 @pytest.mark.parametrize("pooling_type", ["last", "mean"])
 def test_embeddings_equal_pooled_hidden_states_of_transformers(base: Path, pooling_type: Any, ops: str) -> None:
@@ -88,6 +89,7 @@ def test_embeddings_equal_pooled_hidden_states_of_transformers(base: Path, pooli
     assert not llm.engine.busy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"dtype": "float32"}, {"dtype": "bfloat16", "kv_cache_dtype": "int8"}, {"quantization": "w8a8"}],
@@ -158,6 +160,7 @@ def test_adapter_changes_embeddings_as_in_peft(qwen3: Path, tmp_path: Path) -> N
     assert adapted.outputs != plain.outputs
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("pooling", ["lasttoken", "mean"])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_sentence_transformers_checkpoint_sets_pooling(tmp_path: Path, pooling: str, normalize: bool) -> None:
@@ -249,6 +252,7 @@ def test_openai_client_gets_embeddings_of_llm(client: openai.OpenAI, llm: LLM) -
     assert len({tuple(entry.embedding) for entry in many.data}) == 1
 
 
+@pytest.mark.slow
 def test_scores_equal_cosine_similarity_of_embeddings(server: Served, llm: LLM) -> None:
     for path in ("/score", "/v1/score"):
         body = {"model": "default", "text_1": TEXTS[0], "text_2": TEXTS}

@@ -153,6 +153,7 @@ def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FailingDevice:
 EXECUTORS = pytest.mark.parametrize("backend", ["uni", "mp"])
 
 
+@pytest.mark.slow_after(1)
 @EXECUTORS
 def test_failed_step_ends_its_requests_only(checkpoint: Path, device: FailingDevice, backend: str) -> None:
     engine = start(checkpoint, max_num_seqs=2, distributed_executor_backend=backend)
@@ -170,6 +171,7 @@ def test_failed_step_ends_its_requests_only(checkpoint: Path, device: FailingDev
     assert bits(run(engine, [])) == bits(alone)
 
 
+@pytest.mark.slow_after(1)
 @EXECUTORS
 def test_failed_device_ends_all_requests_and_engine(checkpoint: Path, device: FailingDevice, backend: str) -> None:
     engine = start(checkpoint, max_num_seqs=2, distributed_executor_backend=backend)

@@ -70,6 +70,7 @@ def generated(llm: LLM, **options: Any) -> list[Any]:
     return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -97,6 +98,7 @@ def test_engine_folder_answers_equal_deleted_checkpoint(
     assert answers(tmp_path / "engine", **ops) == answers(checkpoint, **same_weights)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("ops", ["reference", "cpu"])
 @pytest.mark.parametrize("kind", ["gptq asymmetric, act-order, v2", "fp8 blocks"])
 def test_build_from_quantized_checkpoint_keeps_answers(tmp_path: Path, kind: str, ops: str) -> None:
@@ -107,6 +109,7 @@ def test_build_from_quantized_checkpoint_keeps_answers(tmp_path: Path, kind: str
     assert answers(tmp_path / "engine", ops=ops) == answers(tmp_path / "checkpoint", ops=ops)
 
 
+@pytest.mark.slow
 def test_replicas_share_memory_of_weights(engine: Path) -> None:
     flags = ("--data-parallel-size", "2", "--num-gpu-blocks-override", "20")
     with Served(str(engine), *flags) as served:
@@ -128,6 +131,7 @@ def mapping(pid: int, file: Path) -> dict[str, int]:
     }
 
 
+@pytest.mark.slow
 def test_engine_folder_supports_lora_drafts_and_weight_updates(checkpoint: Path, tmp_path: Path) -> None:
     adapter(checkpoint, tmp_path / "adapter")
     other = with_head(tmp_path / "head", accurate=True)

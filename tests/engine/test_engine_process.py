@@ -171,6 +171,7 @@ def test_vocabulary_is_read_before_first_guided_request(engine: Client) -> None:
     assert engine.deltas(ended("guided"))[-1].finished is FinishReason.STOP
 
 
+@pytest.mark.slow
 def test_failed_device_ends_requests_and_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = FailingDevice(tmp_path, monkeypatch)
     client = Client(tmp_path)

@@ -288,6 +288,13 @@ def count_differences(checkpoint: Path, kind: str, schedules: int, ranks_first: 
     return Counts(schedules, over_ranks, total, sequences, preempted, preemptions, wrong)
 
 
+@pytest.mark.parametrize("kind", KINDS[:4:3])
+def test_results_do_not_depend_on_batch_in_few_schedules(checkpoint: Path, kind: str) -> None:
+    counts = count_differences(checkpoint, kind, 2, ranks_first=False)
+    assert counts.wrong == 0, f"{counts.wrong} of {counts.requests} requests"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_do_not_depend_on_batch(checkpoint: Path, kind: str) -> None:
     counts = count_differences(checkpoint, kind, SCHEDULES_PER_KIND)
@@ -304,6 +311,7 @@ def test_at_least_a_fifth_of_sequences_are_preempted(checkpoint: Path) -> None:
     assert total.preempted >= 0.2 * total.sequences, total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_reordered_sum_changes_results(checkpoint: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Linear layers sum in two parts if there is more than one row, as a batched library might: this is detected."""

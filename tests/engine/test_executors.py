@@ -78,6 +78,7 @@ def run(engine: Engine) -> list[TokenDelta]:
     return found
 
 
+@pytest.mark.slow
 def test_statistics_do_not_wait_for_steps_in_flight(checkpoint: Path) -> None:
     """Waiting for the steps would leave the workers idle."""
     with closing(start(checkpoint, max_concurrent_batches=2, engine_iteration_timeout=5.0)) as engine:
@@ -109,6 +110,7 @@ def lose_worker(engine: Engine, stop: Callable[[], None]) -> str:
     return delta.failure.message
 
 
+@pytest.mark.slow_after(1)
 @DEPTHS
 def test_killed_worker_ends_engine_with_message_naming_worker(checkpoint: Path, depth: int) -> None:
     with closing(start(checkpoint, max_concurrent_batches=depth)) as engine:
@@ -117,6 +119,7 @@ def test_killed_worker_ends_engine_with_message_naming_worker(checkpoint: Path, 
     assert f"the worker of rank 0 (process {worker}) ended: killed by SIGKILL" in message
 
 
+@pytest.mark.slow
 @DEPTHS
 def test_hanging_worker_is_killed(checkpoint: Path, depth: int) -> None:
     with closing(start(checkpoint, max_concurrent_batches=depth, engine_iteration_timeout=1.0)) as engine:
@@ -126,6 +129,7 @@ def test_hanging_worker_is_killed(checkpoint: Path, depth: int) -> None:
     assert f"the worker of rank 0 (process {worker}) has not answered in time" in message
 
 
+@pytest.mark.slow
 def test_result_too_large_to_send_fails_its_step(checkpoint: Path, tmp_path: Path) -> None:
     """The step's result would be 4 GiB of hidden states (untouched pages, which take no memory)."""
     flag = tmp_path / "large"
@@ -175,6 +179,7 @@ def test_prompt_logits_too_large_to_send_are_refused(tmp_path: Path) -> None:
     assert refused.value.failure.code is Code.INVALID and refused.value.failure.field == "return_context_logits"
 
 
+@pytest.mark.slow
 def test_worker_ends_when_engine_is_killed(checkpoint: Path) -> None:
     """The engine's process is killed in the middle of a step."""
     code = textwrap.dedent("""
@@ -199,6 +204,7 @@ def test_worker_ends_when_engine_is_killed(checkpoint: Path) -> None:
     assert ended, "the worker is still running"
 
 
+@pytest.mark.slow
 def test_interrupted_step_leaves_no_tokens_for_next_request(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C is pressed while the engine waits for a step."""
     repeated = request("again", temperature=0, max_tokens=20)
@@ -221,6 +227,7 @@ def test_interrupted_step_leaves_no_tokens_for_next_request(checkpoint: Path, mo
         assert [token for delta in run(engine) for token in delta.token_ids] == alone
 
 
+@pytest.mark.slow
 def test_failed_start_leaves_no_worker(checkpoint: Path) -> None:
     """The start fails after the workers have loaded the weights."""
     with pytest.raises(PenstockError, match="kv_cache_sequences"):
@@ -229,6 +236,7 @@ def test_failed_start_leaves_no_worker(checkpoint: Path) -> None:
     assert not worker_pids(os.getpid())
 
 
+@pytest.mark.slow
 def test_workers_outlive_fork_server(checkpoint: Path) -> None:
     """After the fork server is killed, its workers continue, and a new fork server starts the next workers."""
     with closing(start(checkpoint)) as engine:
@@ -248,6 +256,7 @@ def test_workers_outlive_fork_server(checkpoint: Path) -> None:
         assert last.failure and "ended: exit status unknown" in last.failure.message
 
 
+@pytest.mark.slow
 def test_interrupted_start_leaves_no_worker(checkpoint: Path) -> None:
     """Ctrl-C is pressed while the fork server starts."""
     code = textwrap.dedent("""
@@ -275,6 +284,7 @@ def test_interrupted_start_leaves_no_worker(checkpoint: Path) -> None:
     assert ran.stdout.split() == ["0", "1"], ran.stderr
 
 
+@pytest.mark.slow
 def test_worker_killed_while_loading_adapter_fails_start(checkpoint: Path, tmp_path: Path) -> None:
     config = tmp_path / "adapter_config.json"
     os.mkfifo(config)
@@ -290,6 +300,7 @@ def test_worker_killed_while_loading_adapter_fails_start(checkpoint: Path, tmp_p
     killing.join()
 
 
+@pytest.mark.slow
 def test_start_error_is_the_same_with_worker_processes(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
     messages = []
@@ -300,6 +311,7 @@ def test_start_error_is_the_same_with_worker_processes(checkpoint: Path, tmp_pat
     assert messages[0] == messages[1] and "safetensors" in messages[0]
 
 
+@pytest.mark.slow
 def test_server_recovers_from_killed_worker() -> None:
     """The log names the worker, open streams end with an error, and a new engine answers the next request."""
     flags = ("--num-gpu-blocks-override", "64", "--distributed-executor-backend", "mp")
@@ -372,6 +384,7 @@ def test_ring_operations_end_by_timeout_or_lost_peer(ring: tuple[Writer, Reader,
         writer.send(bytes(100), time.monotonic() + 30)
 
 
+@pytest.mark.slow
 def test_draft_model_runs_in_worker(checkpoint: Path) -> None:
     config = json.dumps({"model": str(checkpoint), "adaptive": False})
     with closing(start(checkpoint, speculative_config=config)) as engine:

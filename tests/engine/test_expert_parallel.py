@@ -65,6 +65,7 @@ def count_routed_tokens(model: PreTrainedModel, sequences: list[list[int]]) -> d
     return {layer: total.tolist() for layer, total in counts.items()}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("ops", ["cpu", "reference"])
 def test_expert_load_equals_routing_of_transformers(ops: str, checkpoint: tuple[Path, PreTrainedModel]) -> None:
     """Prompts are computed in chunks. The last layer computes only the tokens whose logits are needed."""
@@ -81,6 +82,7 @@ def test_expert_load_equals_routing_of_transformers(ops: str, checkpoint: tuple[
     assert not LLM(folder, dtype="float32", **OPTIONS).engine.expert_load
 
 
+@pytest.mark.slow
 def test_expert_placement_changes_neither_bits_nor_load(
     checkpoint: tuple[Path, PreTrainedModel], tmp_path: Path
 ) -> None:

@@ -58,6 +58,7 @@ def instruction_set() -> Iterator[None]:
     kernels.use(before)
 
 
+@pytest.mark.slow
 def test_fingerprint_changes_only_if_bits_change(checkpoint: Path) -> None:
     usual = {fingerprint_and_results(checkpoint, **options) for options in SAME}
     assert len(usual) == 1
@@ -66,6 +67,7 @@ def test_fingerprint_changes_only_if_bits_change(checkpoint: Path) -> None:
     assert len({fingerprint for fingerprint, _ in [*usual, *others]}) == len(OTHER) + 1
 
 
+@pytest.mark.slow
 def test_fingerprint_depends_on_instruction_set(checkpoint: Path, instruction_set: None) -> None:
     found = []
     for name in kernels.available():
@@ -75,6 +77,7 @@ def test_fingerprint_depends_on_instruction_set(checkpoint: Path, instruction_se
     assert len(found) == 1 or len({bits for _, bits in found}) > 1
 
 
+@pytest.mark.slow
 def test_fingerprint_changes_with_bits_of_pytorch_instruction_set(checkpoint: Path) -> None:
     """The sampler uses PyTorch, which has kernels for several instruction sets."""
     found = []
@@ -87,6 +90,7 @@ def test_fingerprint_changes_with_bits_of_pytorch_instruction_set(checkpoint: Pa
     assert (first == second) == (first_bits == second_bits)
 
 
+@pytest.mark.slow
 def test_fingerprint_depends_on_length_of_dynamic_rope(tmp_path: Path) -> None:
     dynamic = {"rope_theta": 10_000.0, "rope_type": "dynamic", "factor": 4.0}
     save(LlamaConfig(**SMALL | {"max_position_embeddings": 160}, rope_parameters=dynamic), tmp_path)

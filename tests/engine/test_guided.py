@@ -80,6 +80,7 @@ CONSTRAINTS: dict[str, tuple[GuidedDecodingParams, str]] = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("temperature", [0, 1.5])
 @pytest.mark.parametrize("constraint", CONSTRAINTS)
 def test_output_satisfies_constraint(llm: LLM, constraint: str, temperature: float) -> None:
@@ -93,6 +94,7 @@ def test_output_satisfies_constraint(llm: LLM, constraint: str, temperature: flo
         assert made.finish_reason == "length" or re.fullmatch(pattern, made.text), made.text
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("temperature", [0, 1.0])
 @pytest.mark.parametrize("options", [{}, {"disable_any_whitespace": True}, {"whitespace_pattern": " "}])
 def test_json_output_is_valid_for_schema(llm: LLM, temperature: float, options: dict[str, Any]) -> None:
@@ -160,6 +162,7 @@ STRUCTURES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_structural_formats_are_combined(llm: LLM, name: str) -> None:
     shape, pattern = STRUCTURES[name]
@@ -235,6 +238,7 @@ def test_option_disallows_additional_properties(llm: LLM) -> None:
     assert made.finish_reason == "stop" and json.loads(made.text) == {"list": [{"a": 1}], "any": {"a": 1}}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("bounds", [{}, {"minLength": 1, "maxLength": 3}])
 def test_json_strings_have_no_raw_control_characters(llm: LLM, bounds: dict[str, int]) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "string"} | bounds}, "required": ["n"]}
@@ -254,6 +258,7 @@ def test_pydantic_model_is_used_as_schema(llm: LLM) -> None:
     assert made.finish_reason == "length" or City.model_validate_json(made.text)
 
 
+@pytest.mark.slow
 def test_batch_does_not_change_constrained_outputs(llm: LLM) -> None:
     """Logprobs, preemption and drafts do not change them, either. Without logprobs, forced tokens take no step."""
     constraints = [*(constraint for constraint, _ in CONSTRAINTS.values()), guided(json=PERSON), None]
@@ -348,6 +353,7 @@ ANNOTATED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("schema", ANNOTATED, ids=str)
 def test_annotations_are_accepted_and_constrain_nothing(llm: LLM, schema: dict[str, Any]) -> None:
     schema = {"maxLength": 20, "additionalProperties": False} | schema
@@ -414,6 +420,7 @@ def test_json_string_ends_if_model_repeats_tokens(llm: LLM) -> None:
     assert len(output.token_ids) > 128
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("schema", [{"type": "integer"}, {"type": "string"}], ids=["digits", "letters"])
 def test_bounds_are_the_same_with_drafts(llm: LLM, schema: dict[str, Any]) -> None:
     """The n-gram drafter continues the repetition, so its drafts exceed the bound."""
@@ -450,6 +457,7 @@ def test_number_that_crashes_llguidance_is_refused(llm: LLM, constraint: dict[st
     assert json.loads(output.outputs[0].text) == LEAST + 1024
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "pattern",
     [
@@ -483,6 +491,7 @@ def test_up_to_4096_choices_are_allowed(llm: LLM) -> None:
         assert made.finish_reason == "stop" and made.text in choices, made
 
 
+@pytest.mark.slow
 def test_constraint_above_memory_limit_is_refused_and_freed(llm: LLM) -> None:
     llm.generate("x", sampling(guided(regex="a")), use_tqdm=False)
     before = resident_bytes()
@@ -524,6 +533,7 @@ def children(pid: int) -> set[int]:
     return {int(child) for line in lists for child in line.split()}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("backend", ["xgrammar", "outlines", "lm-format-enforcer"])
 def test_other_backend_is_replaced_by_llguidance_and_logged(backend: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
@@ -572,6 +582,7 @@ def test_invalid_constraint_is_refused(llm: LLM, constraint: dict[str, Any]) -> 
     assert not llm.engine.busy
 
 
+@pytest.mark.slow
 def test_long_chains_of_references_are_followed(llm: LLM) -> None:
     links = 1400  # close to the maximum length of a constraint
     chain = {str(i): {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(links)}
@@ -580,6 +591,7 @@ def test_long_chains_of_references_are_followed(llm: LLM) -> None:
     assert made.failure is None
 
 
+@pytest.mark.slow
 def test_logprobs_do_not_change_where_stop_string_ends_output(llm: LLM) -> None:
     for stop in ("na", "addr", "city"):
         params = sampling(guided(json=PERSON), stop=(stop,), max_tokens=60)
@@ -613,6 +625,7 @@ def ask(client: openai.OpenAI, **fields: Any) -> str:
     return str(answer.choices[0].message.content)
 
 
+@pytest.mark.slow
 def test_openai_client_parses_pydantic_model(client: openai.OpenAI) -> None:
     answer = client.chat.completions.parse(
         model="default", messages=MESSAGES, temperature=0, max_tokens=200, response_format=City

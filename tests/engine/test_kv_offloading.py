@@ -107,6 +107,7 @@ def test_evicted_blocks_are_loaded_from_host_memory(checkpoint: Path, expected: 
         assert generate(llm) == (expected, [0, 0, 0])
 
 
+@pytest.mark.slow
 def test_host_memory_is_bounded(checkpoint: Path, expected: Result) -> None:
     """Host memory has room for one and a half prompts. The least recently used blocks are evicted."""
     with opened(checkpoint) as llm:
@@ -119,6 +120,7 @@ def test_host_memory_is_bounded(checkpoint: Path, expected: Result) -> None:
         assert counts(llm)["evictions"] > 0 and counts(llm)["slots_used"] <= counts(llm)["slots"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
 def test_blocks_on_disk_are_found_after_restart(
     checkpoint: Path, expected: Result, tmp_path: Path, again: dict[str, Any]
@@ -145,6 +147,7 @@ def test_two_engines_share_a_disk_folder(checkpoint: Path, expected: Result, tmp
         assert generate(second) == (expected, [FULL, 0, 0])
 
 
+@pytest.mark.slow
 def test_offloaded_blocks_differ_by_salt_adapter_and_weights(checkpoint: Path, tmp_path: Path) -> None:
     """With equal salt, adapter and weights, blocks are found, also after the weights were changed and restored."""
     with opened(checkpoint, kv_offloading_disk_path=str(tmp_path / "kv"), enable_lora=True) as llm:
@@ -208,6 +211,7 @@ def intact(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_file_is_a_cache_miss(
     checkpoint: Path, intact: Path, expected: Result, tmp_path: Path, damage: str
@@ -269,6 +273,7 @@ def test_blocks_after_a_damaged_block_are_computed(checkpoint: Path, expected: R
     assert file.read_bytes() == intact, "the block was not written again"
 
 
+@pytest.mark.slow
 def test_disk_folder_is_bounded(checkpoint: Path, expected: Result, tmp_path: Path) -> None:
     """The least recently used files are deleted first, including those of other weights. Foreign files are kept."""
     folder = tmp_path / "kv"
@@ -310,6 +315,7 @@ def test_full_disk_fails_no_request(
     assert "no blocks are written for 30 seconds" in caplog.text
 
 
+@pytest.mark.slow
 def test_hanging_disk_delays_one_request_until_timeout(
     checkpoint: Path, expected: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,6 +349,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_blocks_written_by_killed_engine_are_found(checkpoint: Path, expected: Result, tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     code = KILLED.format(options=OPTIONS, prompts=PROMPTS)
@@ -385,6 +392,7 @@ def test_failed_start_leaves_no_thread_and_no_file(checkpoint: Path, tmp_path: P
     assert threads_left <= threads and files_left <= files  # an earlier test's thread may have ended
 
 
+@pytest.mark.slow
 def test_metrics_count_hits_of_host_and_disk(tmp_path: Path) -> None:
     """Two servers run one after the other with the same disk folder."""
     flags = ("--block-size", "16", "--num-gpu-blocks-override", "16", "--max-model-len", "256")

@@ -300,7 +300,7 @@ def _content(slot_hash: bytes) -> bytes:
     return np.random.default_rng(int.from_bytes(slot_hash, "little")).bytes(LAYER_OFFSETS[-1])
 
 
-TestKVTransfers = KVTransfers.TestCase
+TestKVTransfers = pytest.mark.slow(KVTransfers.TestCase)
 TestKVTransfers.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)
 
 

@@ -35,12 +35,14 @@ def llm() -> LLM:
     return LLM(dtype="float32", num_gpu_blocks_override=400)
 
 
+@pytest.mark.slow
 def test_answers_equal_transformers() -> None:
     """Greedy answers in float32 equal those of transformers to the last character."""
     ours, theirs = (backend(demo.CHAT, "float32").ask(questions()) for backend in (Penstock, Local))
     assert ours == theirs
 
 
+@pytest.mark.slow
 def test_int8_kv_cache_keeps_95_percent_of_answers() -> None:
     exact, rounded = (Penstock(demo.CHAT, kv_cache_dtype=dtype).ask(questions()) for dtype in ("auto", "int8"))
     same = sum(a == b for a, b in zip(exact, rounded, strict=True))

@@ -86,6 +86,7 @@ def random_prompt(seed: int, length: int) -> list[int]:
     return [rng.randrange(2, 300) for _ in range(length)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ops", ["reference", "cpu"])
 def test_logprobs_and_greedy_tokens_equal_peft(base: Path, ops: str) -> None:
     """The batch has requests for three adapters and for no adapter, computed in chunks."""
@@ -114,6 +115,7 @@ def test_logprobs_and_greedy_tokens_equal_peft(base: Path, ops: str) -> None:
     assert len({tuple(token_ids[request, 100]) for request in chosen}) == 4, "two adapters gave the same output"
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("options", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"quantization": "w8a8"}], ids=str)
 def test_requests_without_adapter_have_bits_of_base_model(base: Path, options: dict[str, Any]) -> None:
     pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
@@ -401,6 +403,7 @@ def update(server: Served, action: str, **body: str) -> httpx.Response:
     return httpx.post(f"{server.url}/{action}_lora_adapter", json=body, timeout=60)
 
 
+@pytest.mark.slow
 def test_adapters_are_served_as_models(server: Served, client: openai.OpenAI, demo_adapters: Path) -> None:
     listed = {model.id: model.parent for model in client.models.list()}  # type: ignore[attr-defined]
     assert listed == {"penstock-demo": None, "a": "penstock-demo"}
@@ -458,6 +461,7 @@ def test_adapters_are_models_in_other_dialects(server: Served, demo_adapters: Pa
         assert httpx.post(server.url + path, json={"model": "nobody", **body}, timeout=60).status_code == 404
 
 
+@pytest.mark.slow
 def test_invalid_load_is_refused_over_http(
     server: Served, servers: Servers, demo_adapters: Path, tmp_path: Path
 ) -> None:
@@ -469,6 +473,7 @@ def test_invalid_load_is_refused_over_http(
     assert update(closed, "load", lora_name="b", lora_path=str(demo_adapters / "b")).status_code == 404
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("given", "message"),
     [("penstock-demo=/tmp", "is the name of a model"), ("a=/nowhere", "has no adapter_config.json")],
@@ -480,6 +485,7 @@ def test_invalid_adapter_fails_the_start_with_message(given: str, message: str) 
     assert message in result.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_restarted_engine_has_its_adapters(server: Served, client: openai.OpenAI, demo_adapters: Path) -> None:
     assert update(server, "load", lora_name="b", lora_path=str(demo_adapters / "b")).status_code == 200
     before = answers(client, "b")
@@ -493,6 +499,7 @@ def test_restarted_engine_has_its_adapters(server: Served, client: openai.OpenAI
 # --- While serving ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_stream_continues_after_unload_of_its_adapter(small: Path) -> None:
     """The stream continues even if another adapter is loaded under the same name."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

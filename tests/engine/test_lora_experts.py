@@ -81,6 +81,7 @@ def log_probabilities(base: Path, adapter: Path | None, tokens: list[int]) -> to
     return table
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("ops", ["reference", "cpu"])
 def test_logprobs_and_greedy_tokens_equal_peft(base: Path, ops: str) -> None:
     """The batch has requests for every adapter and for no adapter, computed in chunks."""
@@ -103,6 +104,7 @@ def test_logprobs_and_greedy_tokens_equal_peft(base: Path, ops: str) -> None:
     assert len(distinct_outputs) == len(requests), "two adapters gave the same output"
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("options", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"quantization": "w8a8"}], ids=str)
 def test_bits_do_not_depend_on_batch_and_other_adapters(base: Path, options: dict[str, Any]) -> None:
     """Requests without an adapter have the bits of the base model. Requests with an attention-only adapter have the
@@ -170,6 +172,7 @@ def exchange(base: Path, folder: Path) -> None:
     save_file(renamed, folder / "adapter_model.safetensors")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("base", "options"),
     [
@@ -232,6 +235,7 @@ def test_invalid_expert_adapter_is_refused_with_reason(base: Path, tmp_path: Pat
         llm.load_lora_adapter("a", base / "patterns")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", ["qwen3-moe"], indirect=True)
 def test_expert_parallelism_refuses_expert_adapters(base: Path) -> None:
     llm = LLM(base, enable_lora=True, tensor_parallel_size=2, enable_expert_parallel=True, **OPTIONS)
@@ -240,6 +244,7 @@ def test_expert_parallelism_refuses_expert_adapters(base: Path) -> None:
         llm.load_lora_adapter("both", base / "both")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", ["qwen3-moe"], indirect=True)
 def test_weight_update_keeps_expert_adapters(base: Path, tmp_path: Path) -> None:
     changed = tmp_path / "changed"

@@ -38,6 +38,7 @@ def add_mtp_layer(folder: Path, config: PreTrainedConfig) -> str:
     return name
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "config",
     [DeepseekV3Config(**LATENT_CONFIG, num_mtp_layers=1), Glm4MoeConfig(**SMALL, **EXPERTS, num_mtp_layers=1)],

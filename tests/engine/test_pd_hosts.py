@@ -91,6 +91,7 @@ def text(answer: httpx.Response) -> str:
     return result
 
 
+@pytest.mark.slow
 def test_hosts_give_answer_of_single_server(hosts: Hosts) -> None:
     """Two ranks compute the prompt, one rank decodes, and KV is transferred over TCP."""
     with Served("--num-gpu-blocks-override", "120", "--generation-config", "vllm") as single:

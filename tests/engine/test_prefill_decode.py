@@ -143,6 +143,7 @@ TOPOLOGIES: dict[str, tuple[str, list[dict[str, Any]], list[dict[str, Any]]]] = 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOPOLOGIES)
 @pytest.mark.parametrize("fault", [None, lossy(0.01)], ids=["", "1 % lost, late or repeated"])
 def test_prefill_decode_results_equal_single_engine(
@@ -198,6 +199,7 @@ def _is_transferred(request: EngineRequest) -> bool:
     return request.sampling.prompt_logprobs is None and not request.sampling.return_context_logits
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("fault", "counter"),
     [
@@ -292,6 +294,7 @@ def test_restarted_prefill_engine_is_used_again(checkpoint: Path, secret: str) -
         cluster.close()
 
 
+@pytest.mark.slow
 def test_mismatched_engines_refuse_each_other(checkpoint: Path, secret: str, caplog: Any) -> None:
     """Engines differ in weights, KV cache or fingerprint. The log names the difference, and the decode engine computes
     the prompt."""
@@ -344,6 +347,7 @@ def draw_decode_options(rng: Random, checkpoint: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_small_caches_and_ended_requests_keep_other_results(checkpoint: Path, secret: str) -> None:
     """Requests are preempted, aborted or time out, and prefix caches are cleared on either side. The other requests get
     their results, and every block and slot is freed."""
@@ -410,6 +414,7 @@ def _run_some(cluster: Cluster, requests: list[EngineRequest], rng: Random, endi
     return results(outputs)
 
 
+@pytest.mark.slow
 def test_weight_updates_and_sleep_give_old_or_new_results(checkpoint: Path, secret: str, tmp_path: Path) -> None:
     """Engines change weights one after the other while KV is in transit between them: each request has the result of
     either the old or the new weights. Sleeping changes no bit. All blocks and slots are freed."""

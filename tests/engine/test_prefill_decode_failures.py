@@ -39,12 +39,14 @@ async def no_fault() -> None:
     """Inject no fault."""
 
 
+@pytest.mark.slow
 def test_decode_instance_out_of_blocks_answers_all_requests(deployment: Deployment, right: Right) -> None:
     result = run_with_fault(deployment, right, None, no_fault)
     result.assert_none(Outcome.ERROR, Outcome.BROKEN)
     assert result.transfers
 
 
+@pytest.mark.slow
 def test_killed_prefill_engine_fails_no_request(deployment: Deployment, right: Right) -> None:
     (victim,) = deployment.with_role("prefill")
     result = run_with_fault(deployment, right, victim, lambda: in_thread(victim.kill, victim.engine))

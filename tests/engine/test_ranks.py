@@ -131,6 +131,7 @@ def test_ranks_give_bits_of_one_rank(checkpoint: Path, kind: str, grids: list[Gr
         llm.engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "grid"),
     [
@@ -152,6 +153,7 @@ def test_ranks_generate_tokens_of_transformers(config: PreTrainedConfig, grid: G
     assert output.outputs[0].token_ids == made[0, len(prompt) :].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["draft_model", "mtp"])
 def test_tensor_parallel_outputs_with_drafts_and_swapping_equal_single_rank(
     method: str, checkpoint: Path, tmp_path: Path
@@ -181,6 +183,7 @@ def ranks(checkpoint: Path, grid: Grid = (2, 1), **options: Any) -> Iterator[tup
         yield engine, executor.pids if isinstance(executor, MultiprocExecutor) else []
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("grid", "rank"), [((2, 1), 1), ((1, 2), 0)])
 def test_killed_rank_is_named_and_all_ranks_end(checkpoint: Path, grid: Grid, rank: int) -> None:
     with ranks(checkpoint, grid) as (engine, pids):
@@ -189,6 +192,7 @@ def test_killed_rank_is_named_and_all_ranks_end(checkpoint: Path, grid: Grid, ra
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("grid", "rank"), [((2, 1), 1), ((1, 2), 0), ((1, 2), 1)])
 def test_hanging_rank_is_named_and_all_ranks_end(checkpoint: Path, grid: Grid, rank: int) -> None:
     with ranks(checkpoint, grid, engine_iteration_timeout=2.0) as (engine, pids):
@@ -240,6 +244,7 @@ def tokens(engine: Engine, n: int) -> dict[int, list[int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grid", [(2, 1), (1, 2)])
 def test_step_failing_on_one_rank_fails_on_all(
     grid: Grid, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -265,6 +270,7 @@ def test_step_failing_on_one_rank_fails_on_all(
                 engine._executor.collect()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "drafter"),
     [
@@ -294,6 +300,7 @@ def test_drafter_failing_on_one_rank_loses_only_drafts(
             assert {n: tokens(engine, n) for n in (1, 8, 2)} == expected
 
 
+@pytest.mark.slow
 def test_ranks_draft_same_tokens_as_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = with_head(tmp_path, accurate=False)
     config = json.dumps({"num_speculative_tokens": 3, "adaptive": False, "method": "mtp"})
@@ -318,6 +325,7 @@ def test_ranks_draft_same_tokens_as_one_rank(tmp_path: Path, monkeypatch: pytest
     assert found[0] == found[1] and len(found[0]) > 4
 
 
+@pytest.mark.slow
 def test_adapter_unreadable_on_one_rank_leaves_no_weights(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,6 +351,7 @@ def test_adapter_unreadable_on_one_rank_leaves_no_weights(
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_grammar_with_small_vocabulary_is_same_on_two_ranks(tmp_path: Path) -> None:
     """Two ranks share 100 tokens: the bitmask of a rank's tokens does not fill whole words."""
     save(Qwen3Config(**SMALL | {"vocab_size": 100}, head_dim=16, sliding_window=None), tmp_path)
@@ -360,6 +369,7 @@ def test_grammar_with_small_vocabulary_is_same_on_two_ranks(tmp_path: Path) -> N
     assert found[0] == found[1] and len(found[0]) >= 7
 
 
+@pytest.mark.slow
 def test_rank_detects_every_failed_step() -> None:
     """The failure is detected even if the rank checks only after the next step has failed, too."""
     memory, steps = create_memory(), 20_000
@@ -377,6 +387,7 @@ def test_rank_detects_every_failed_step() -> None:
     os.close(memory)
 
 
+@pytest.mark.slow
 def test_failed_start_of_a_rank_leaves_no_ranks(checkpoint: Path) -> None:
     """The process runs out of file descriptors after some ranks have started."""
     options = EngineOptions(model=str(checkpoint), tensor_parallel_size=2, pipeline_parallel_size=2)
@@ -402,6 +413,7 @@ def test_failed_start_of_a_rank_leaves_no_ranks(checkpoint: Path) -> None:
         assert tokens(engine, 2)
 
 
+@pytest.mark.slow
 def test_messages_longer_than_rings_do_not_block_pipeline(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than their ring buffers at the same time: a step message, the hidden states between stages, and the
     logits."""
@@ -415,6 +427,7 @@ def test_messages_longer_than_rings_do_not_block_pipeline(checkpoint: Path, monk
         assert [output.context_logits for output in llm.generate(prompts, params)] == expected
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_end_are_killed_at_the_same_time(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ranks(checkpoint, (2, 2)) as (engine, pids):
         for pid in pids:
@@ -426,6 +439,7 @@ def test_ranks_that_do_not_end_are_killed_at_the_same_time(checkpoint: Path, mon
         assert not worker_pids(os.getpid())
 
 
+@pytest.mark.slow
 def test_close_in_forked_process_does_not_end_ranks(checkpoint: Path) -> None:
     with ranks(checkpoint) as (engine, _):
         child = os.fork()
@@ -437,6 +451,7 @@ def test_close_in_forked_process_does_not_end_ranks(checkpoint: Path) -> None:
         assert engine.failure is None
 
 
+@pytest.mark.slow
 def test_rank_hanging_while_loading_adapter_is_named(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ranks(checkpoint, enable_lora=True) as (engine, pids):
         monkeypatch.setattr(multiproc, "LOAD_TIMEOUT", 5.0)
@@ -482,6 +497,7 @@ def test_invalid_parallel_options_are_refused(checkpoint: Path, tmp_path: Path) 
         LLM(checkpoint, tensor_parallel_size=2, cpu_binding="0-1", **OPTIONS)
 
 
+@pytest.mark.slow
 def test_without_kernels_one_rank_generates_and_several_are_refused(tmp_path: Path) -> None:
     hidden = "import sys\nsys.modules['penstock.ops._kernels'] = None\n"
     (tmp_path / "sitecustomize.py").write_text(hidden)
@@ -502,6 +518,7 @@ def test_without_kernels_one_rank_generates_and_several_are_refused(tmp_path: Pa
     assert "several ranks need the CPU kernels, which cannot be imported" in run.stdout, run.stderr
 
 
+@pytest.mark.slow
 def test_ranks_are_bound_to_separate_cores(checkpoint: Path) -> None:
     """The cores are divided evenly or given by ``cpu_binding``, which may give the same core to several ranks."""
     shares = [cores_of_rank("auto", rank, 2) for rank in range(2)]
@@ -546,6 +563,7 @@ def test_layers_are_split_by_bytes_read_per_stage() -> None:
     assert split_layers(large, 2, "10,2") == [range(10), range(10, 12)]
 
 
+@pytest.mark.slow
 def test_torchrun_starts_one_server() -> None:
     """torchrun is told to start two processes; one server with two ranks starts instead."""
     command = [

@@ -71,6 +71,7 @@ def bits(answer: dict[str, Any]) -> Any:
     return [(choice["text"], choice["logprobs"]) for choice in answer["choices"]]
 
 
+@pytest.mark.slow
 def test_answers_on_ray_equal_answers_of_server(deployed: RayCommand, servers: Servers) -> None:
     """Answers of several dialects are compared, and a stream's text."""
     served = servers.get(*BLOCKS)

@@ -53,6 +53,7 @@ def generate(ops: str, options: dict[str, Any], sampling: dict[str, Any]) -> lis
     return [[sequence.token_ids for sequence in output.outputs] for output in found]
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_tokens_equal_cpu_kernels(name: str) -> None:
     options, sampling = SCENARIOS[name]
@@ -61,6 +62,7 @@ def test_tokens_equal_cpu_kernels(name: str) -> None:
     assert found[:3] == found[3:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}], ids=json.dumps)
 def test_fp8_without_cpu_kernels_keeps_answer(option: dict[str, Any]) -> None:
     llm = LLM(ops="reference", weight_cache_dir="none", **FIXED | option)

@@ -51,6 +51,7 @@ def scores(rows: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 3
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "params",
     [
@@ -170,6 +171,7 @@ def test_row_without_allowed_token_fails() -> None:
     assert both == SampledTokens([], failure=NOTHING_ALLOWED)
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_incremental_penalties_equal_fresh_penalties(seed: int) -> None:

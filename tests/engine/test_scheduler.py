@@ -285,6 +285,7 @@ def draw_scheduler(rng: Random, stages: int, depth: int) -> tuple[Scheduler, Hos
     return scheduler, tier
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_results_are_the_same_under_any_schedule(seed: int) -> None:
@@ -487,6 +488,7 @@ def count_sequences(requests: Container[str]) -> int:
     return sum(type(held) is Sequence and held.request.request_id in requests for held in gc.get_objects())
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_aborted_waiting_requests_leave_nothing_in_queue(policy: str) -> None:
     """The requests have deadlines and a maximum queue time, some wait for a grammar, and one request precedes them."""

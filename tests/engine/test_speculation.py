@@ -71,6 +71,7 @@ def plain() -> list[Any]:
     return answers(llm())
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 @pytest.mark.parametrize(
     "options",
@@ -93,6 +94,7 @@ def test_drafts_do_not_change_outputs(plain: list[Any], method: str, options: di
     assert scheduler.device_pool.num_free == scheduler.device_pool.total
 
 
+@pytest.mark.slow
 def test_adaptive_drafting_does_not_change_outputs(plain: list[Any]) -> None:
     assert answers(llm(speculative_config={"method": "draft_model", "num_speculative_tokens": 8})) == plain
 
@@ -138,6 +140,7 @@ def with_head(folder: Path, accurate: bool, config: PreTrainedConfig | None = No
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accurate", [True, False])
 def test_mtp_drafts_do_not_change_outputs(accurate: bool, tmp_path_factory: pytest.TempPathFactory) -> None:
     check_heads(with_head(tmp_path_factory.mktemp("head"), accurate), accurate)

@@ -258,6 +258,7 @@ def test_drafts_equal_definition_in_pytorch(
     compare_drafts(target, tmp_path / "head", drafted)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "config",
     [
@@ -387,6 +388,7 @@ def without_drafts(simple: tuple[Path, dict[str, Path]]) -> list[Any]:
     return answers(LLM(simple[0], **OPTIONS), 60)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("method", ["eagle3", "eagle", "medusa"])
 @pytest.mark.parametrize(
     "options",
@@ -409,6 +411,7 @@ def test_drafts_do_not_change_outputs(
     assert stats.accepted_tokens > (0.1 if method == "eagle3" else 0.3) * stats.draft_tokens > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["eagle3", "medusa"])
 def test_two_ranks_accept_same_drafts_as_one(
     simple: tuple[Path, dict[str, Path]], without_drafts: list[Any], method: str
@@ -519,6 +522,7 @@ ERNIE = {
 EXPERTS = {"moe_intermediate_size": 48}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("config", "layer", "names"),
     [

@@ -48,22 +48,26 @@ def two_api_processes(servers: Servers) -> Served:
     return servers.get(*storm.SERVER_OPTIONS, "--api-server-count", "2")
 
 
+@pytest.mark.slow
 def test_disconnecting_clients_leak_no_resources(questions: list[Question], shared: Served) -> None:
     tally = storm.run(storm.clients_disconnecting(questions, 120, shared=shared))
     assert min(tally.counts[Outcome.LEFT], tally.counts[Outcome.RIGHT]) > 20
 
 
+@pytest.mark.slow
 def test_slow_readers_are_answered_and_silent_readers_dropped(
     questions: list[Question], short_timeouts: Served
 ) -> None:
     storm.run(storm.slow_and_silent_readers(questions, slow=4, silent=1, others=30, shared=short_timeouts))
 
 
+@pytest.mark.slow
 def test_requests_of_many_connections_are_all_answered(questions: list[Question], short_timeouts: Served) -> None:
     tally = storm.run(storm.many_connections(questions, 100, shared=short_timeouts))
     tally.assert_only(Outcome.RIGHT)
 
 
+@pytest.mark.slow
 def test_requests_beyond_queue_are_refused_at_once(questions: list[Question], short_queue: Served) -> None:
     assert storm.run(storm.overload(questions, 100, shared=short_queue)).slowest < 20, (
         "a request counts as lost after two minutes"
@@ -78,6 +82,7 @@ def test_killed_engine_fails_its_requests_at_once_and_restarts(
     )
 
 
+@pytest.mark.slow
 def test_greedy_clients_do_not_block_others(questions: list[Question], shared: Served) -> None:
     tally = storm.run(storm.greedy_clients(questions, 2, n=50, shared=shared))
     # no client waits for the greedy requests to end; the next test checks the limits of the contract
@@ -95,15 +100,18 @@ def test_pipelined_requests_do_not_block_others(questions: list[Question], share
     storm.run(storm.pipelined_requests(questions, 2000, shared=shared))
 
 
+@pytest.mark.slow
 def test_hanging_engine_is_killed(questions: list[Question], short_timeouts: Served) -> None:
     assert storm.run(storm.engine_hung(questions, 10, shared=short_timeouts)).slowest < 50, "the default is 60 s"
 
 
+@pytest.mark.slow
 def test_killed_api_process_breaks_only_its_connections(questions: list[Question], two_api_processes: Served) -> None:
     tally = storm.run(storm.api_killed(questions, 30, shared=two_api_processes))
     assert tally.counts[Outcome.RIGHT] >= 30
 
 
+@pytest.mark.slow
 def test_stopped_api_process_fails_its_requests_with_error(questions: list[Question], shared: Served) -> None:
     tally = storm.run(storm.api_stopped(questions, 40, shared=shared))
     assert tally.counts[Outcome.FAILED] > 0
@@ -114,6 +122,7 @@ def test_sigterm_completes_open_requests(questions: list[Question], two_api_proc
     assert tally.counts[Outcome.REFUSED] > 0
 
 
+@pytest.mark.slow
 def test_sigterm_to_process_group_completes_open_requests() -> None:
     """systemd sends SIGTERM to all processes of the group."""
     with Served("--num-gpu-blocks-override", "200", "--tensor-parallel-size", "2") as served:
@@ -135,6 +144,7 @@ def test_requests_open_at_drain_timeout_get_error(questions: list[Question], sho
     )
 
 
+@pytest.mark.slow
 def test_repeatedly_killed_engine_ends_the_server(questions: list[Question], shared: Served) -> None:
     storm.run(storm.engine_killed_repeatedly(questions, 10, shared=shared))
 

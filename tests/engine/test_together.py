@@ -192,6 +192,7 @@ def alone(sailor: Path) -> list[Any]:
         return asyncio.run(answers(server, not_streamed, 1))
 
 
+@pytest.mark.slow
 def test_compatible_options_give_same_result_in_any_batch(alone: list[Any], sailor: Path) -> None:
     """Requests are streamed, 24 at a time, with short prefill chunks, drafts, and a KV cache so small that sequences
     are preempted."""

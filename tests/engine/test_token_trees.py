@@ -81,6 +81,7 @@ def test_copied_slots_are_equal(latent: int, quantization: str) -> None:
         assert torch.equal(copied, filled) and filled.any()
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("method", "options"),
     [
@@ -110,6 +111,7 @@ def test_tree_drafts_do_not_change_outputs(
     assert stats(llm).accepted_tokens > 0.1 * stats(llm).drafts > 10
 
 
+@pytest.mark.slow
 def test_tree_has_more_accepted_tokens_than_its_first_path(attending: Heads, plain: list[Any]) -> None:
     """Sequences run one at a time, greedy or sampled. With penalties, only the tree's first path is drafted."""
     folder, heads = attending

@@ -55,6 +55,7 @@ def answers(checkpoint: Path, cache: Path | str, quantization: str = "w4a8") -> 
     return [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.mark.slow
 def test_next_start_uses_cached_weights(checkpoint: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     expected = answers(checkpoint, "none")
@@ -72,6 +73,7 @@ def test_next_start_uses_cached_weights(checkpoint: Path, tmp_path: Path) -> Non
     assert answers(checkpoint, cache, "none") == plain == answers(checkpoint, "none", "none")
 
 
+@pytest.mark.slow
 def test_weights_of_another_checkpoint_state_are_packed_again(checkpoint: Path, tmp_path: Path) -> None:
     cache, weights = tmp_path / "cache", checkpoint / "model.safetensors"
     answers(checkpoint, cache)
@@ -163,6 +165,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
+@pytest.mark.slow
 def test_unusable_files_are_packed_again(checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache = tmp_path / "cache"
     expected = answers(checkpoint, cache)
@@ -181,6 +184,7 @@ def test_unusable_files_are_packed_again(checkpoint: Path, tmp_path: Path, caplo
     assert "are not kept" in caplog.text
 
 
+@pytest.mark.slow
 def test_files_writable_by_other_users_are_not_used(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -84,6 +84,7 @@ def fresh(folder: Path, **options: Any) -> list[Answer]:
         return answers(llm)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("options", [{}, TENSOR_PARALLEL, PIPELINE_PARALLEL, {"quantization": "w8a8"}], ids=str)
 def test_update_from_folder_or_tensors_equals_new_engine(old: Path, new: Path, options: Mapping[str, Any]) -> None:
     same_bits = {name: value for name, value in options.items() if name == "quantization"}
@@ -138,6 +139,7 @@ def generated(folder: Path, prompt: list[int], tokens: int) -> list[int]:
         return output[0].outputs[0].token_ids
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("running", ["finish", "recompute"])
 def test_running_requests_finish_or_recompute_at_update(old: Path, new: Path, running: WeightUpdateMode) -> None:
     options = engine_options(
@@ -259,6 +261,7 @@ def reconfigure(folder: Path, **fields: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("options", [{}, TENSOR_PARALLEL], ids=str)
 def test_failed_update_keeps_weights(old: Path, new: Path, tmp_path: Path, options: Mapping[str, Any]) -> None:
     with opened(old, enable_prefix_caching=True, **options) as llm:
@@ -288,6 +291,7 @@ def test_update_without_enough_memory_is_refused(old: Path, new: Path, monkeypat
         assert answers(llm) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, TENSOR_PARALLEL], ids=str)
 def test_sleep_and_wake_up_do_not_change_outputs(old: Path, new: Path, options: Mapping[str, Any]) -> None:
     after = fresh(new)
@@ -325,6 +329,7 @@ def test_sleep_and_wake_up_do_not_change_outputs(old: Path, new: Path, options: 
             llm.wake_up(["kv"])
 
 
+@pytest.mark.slow
 def test_sleep_frees_the_kv_cache(old: Path) -> None:
     with opened(old, num_gpu_blocks_override=20_000) as llm:  # the KV cache takes 300 MB
         outputs = llm.generate([[i] * 200 for i in range(3, 250)], GREEDY, use_tqdm=False)
@@ -336,6 +341,7 @@ def test_sleep_frees_the_kv_cache(old: Path) -> None:
         assert answers(llm) == fresh(old)
 
 
+@pytest.mark.slow
 def test_sleep_frees_weights(tmp_path: Path) -> None:
     wide = SMALL | {"hidden_size": 512, "intermediate_size": 4096}
     save(Qwen3Config(**wide, head_dim=32, sliding_window=None), tmp_path)
@@ -351,6 +357,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.slow
 def test_updates_leak_no_models_and_no_descriptors(old: Path, new: Path) -> None:
     def count_models() -> int:
         gc.unfreeze()

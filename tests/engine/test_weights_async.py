@@ -88,6 +88,7 @@ class Stream:
         return output.outputs[0].token_ids
 
 
+@pytest.mark.slow
 def test_requests_during_update_pause_and_sleep_get_expected_tokens(
     folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]
 ) -> None:

@@ -70,6 +70,7 @@ def test_build_with_broken_compiler_fails(sources: Path) -> None:
     assert "No C++ compiler was found" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="there is no C++ compiler")
 def test_build_with_broken_source_fails_with_compiler_error(sources: Path) -> None:
     header = sources / "csrc" / "kernels.h"
@@ -80,6 +81,7 @@ def test_build_with_broken_source_fails_with_compiler_error(sources: Path) -> No
     assert re.search(r"kernels\.h:1:\d+: error:.*broken on purpose", done.stdout + done.stderr)
 
 
+@pytest.mark.slow
 def test_penstock_sets_none_omits_kernels_and_unknown_instruction_set_is_refused(sources: Path) -> None:
     done, compiled = build(sources, PENSTOCK_SETS="none", CXX=str(shutil.which("false")))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -89,6 +91,7 @@ def test_penstock_sets_none_omits_kernels_and_unknown_instruction_set_is_refused
     assert "avx9000 is not an instruction set" in " ".join((done.stdout + done.stderr).split())
 
 
+@pytest.mark.slow
 def test_packages_contain_commit_of_checkout(sources: Path, tmp_path: Path) -> None:
     """An sdist, a wheel, and a wheel built from an sdist. The build leaves no file in the checkout."""
 

@@ -185,6 +185,7 @@ def test_wheel_installs_one_command_and_no_test_tools(clean: Clean) -> None:
     assert not {distribution(name) for name in installed} & {"pytest", "httpx", "openai", "transformers", "grpcio"}
 
 
+@pytest.mark.slow
 def test_every_command_prints_help(clean: Clean) -> None:
     output = clean.run(clean.penstock, "--help").stdout
     commands = [[name] for name in re.findall(r"^    ([a-z-]+)\s", output, re.MULTILINE)]
@@ -221,6 +222,7 @@ def test_command_without_its_extra_names_the_extra(clean: Clean, arguments: list
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_models_are_downloaded_from_a_hub(clean: Clean, tmp_path: Path) -> None:
     """The hub resets one of the connections during the download."""
     hub = Hub()
@@ -237,6 +239,7 @@ def test_models_are_downloaded_from_a_hub(clean: Clean, tmp_path: Path) -> None:
         hub.stop()
 
 
+@pytest.mark.slow
 def test_shims_of_other_systems_run(clean: Clean, tmp_path: Path) -> None:
     assert clean.run(clean.penstock, "shims", tmp_path).returncode == 0
     for command in (
@@ -253,6 +256,7 @@ def test_shims_of_other_systems_run(clean: Clean, tmp_path: Path) -> None:
 # --- A conversation ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_chat_runs_a_model_in_a_terminal(full: Clean) -> None:
     with Person(full.home, *SMALL, "--temperature", "0", command=[str(full.penstock), "chat"]) as person:
         person.see("> ")
@@ -260,6 +264,7 @@ def test_chat_runs_a_model_in_a_terminal(full: Clean) -> None:
         person.see("Ottawa", limit=60)
 
 
+@pytest.mark.slow
 def test_chat_connects_to_a_server(clean: Clean) -> None:
     """The server runs in the environment of the tests, so that clean environments without torch are tested, too."""
     with Served(*SMALL) as server:
@@ -282,6 +287,7 @@ def snippets(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_readme_python_runs(full: Clean, served: Served) -> None:
     programs = [code.replace(ADDRESS, served.root) for code in snippets("python")]
     assert len(programs) == 2
@@ -292,6 +298,7 @@ def test_readme_python_runs(full: Clean, served: Served) -> None:
         assert client or "渥太华" in result.stdout
 
 
+@pytest.mark.slow
 def test_readme_commands_run(full: Clean, served: Served) -> None:
     """``MODEL`` is the built-in model. Installation and commands with separate tests (chat, bench, download, quantize,
     serve, top) do not run."""
@@ -327,6 +334,7 @@ def extras(full: Clean) -> Clean:
     return full
 
 
+@pytest.mark.slow
 def test_grpc_responds_with_its_extra(extras: Clean) -> None:
     with extras.serve("--grpc-port", "0") as served:
         address = served.find(r"gRPC at (\S+)")[1]
@@ -334,6 +342,7 @@ def test_grpc_responds_with_its_extra(extras: Clean) -> None:
             assert client.is_server_ready() and client.is_model_ready("ensemble")
 
 
+@pytest.mark.slow
 def test_bench_serve_runs_with_its_extra(extras: Clean, served: Served) -> None:
     (line,) = [line for block in snippets("sh") for line in block.splitlines() if "bench serve" in line]
     command = line.partition("#")[0].rstrip() + f" --base-url {served.root} --num-prompts 4 --random-output-len 8"

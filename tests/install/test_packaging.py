@@ -11,6 +11,7 @@ from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+import pytest
 from repository import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -39,6 +40,7 @@ def declared(requirements: list[str]) -> set[str]:
     return {distribution(requirement) for requirement in requirements}
 
 
+@pytest.mark.slow
 def test_imported_packages_are_declared() -> None:
     known = declared(PROJECT["dependencies"]).union(*map(declared, PROJECT["optional-dependencies"].values()))
     owners = packages_distributions()

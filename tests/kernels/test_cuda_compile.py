@@ -56,6 +56,7 @@ def check_kernels(kernels: list[dict[str, Any]], skipped: dict[str, list[str]]) 
     assert all(FP8 in label for labels in skipped.values() for label in labels)
 
 
+@pytest.mark.slow
 def test_kernels_compile_without_spills() -> None:
     """Kernels of all ops, and products with all tiles: no spilled registers, shared memory within the limits, and the
     same kind of matrix instruction in the tiles for different numbers of tokens."""

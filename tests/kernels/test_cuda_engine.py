@@ -124,6 +124,7 @@ def differing(checkpoint: Path, kind: str, schedules: list[dict[str, Any]], long
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_do_not_depend_on_other_requests(checkpoint: Path, kind: str) -> None:
     """Results also do not depend on prefix hits, padding, drafts and steps in flight, and (``thorough``) on chunks and
@@ -180,6 +181,7 @@ def test_grammar_beam_lora_and_draft_results_do_not_depend_on_others(checkpoint:
         assert [name for name in together if together[name] != alone[name]] == []
 
 
+@pytest.mark.slow
 def test_tensor_parallel_tokens_equal_single_rank(checkpoint: Path) -> None:
     """Workers submit a step before they wait for the previous step. Only tokens are compared: in workers, NumPy
     multiplies matrices, and its sums depend on the shapes."""
@@ -227,6 +229,7 @@ def test_captured_step_is_freed_with_last_reference() -> None:
         gc.enable()
 
 
+@pytest.mark.slow
 def test_cuda_backend_is_refused_without_gpu() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     for flags, message in (

@@ -26,6 +26,7 @@ ROUTINGS = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
 def test_expert_routing_matches_reference(routing: Routing) -> None:
     logits = randn(0, 20, 12)
@@ -51,6 +52,7 @@ KINDS |= {"4 bits, 8-bit activations, rotated": Format(4, 32, 8, rotation=64)}
 KINDS |= {f"stored, {name}": STORED[name] for name in ("4 bits, offsets", "4 bits", "fp8 per tensor", "mxfp4")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_expert_products_match_reference_in_any_batch(name: str) -> None:
     """Tests all formats. Each row of a batch has the same bits alone."""
@@ -87,6 +89,7 @@ def test_experts_with_act_order_are_refused() -> None:
         cuda.stack_experts([cuda.pack_quantized([weight], torch.float16)] * 2)
 
 
+@pytest.mark.slow
 def test_expert_load_excludes_graph_padding(tmp_path: Path) -> None:
     """Three sequences decode in a graph of four rows: the experts of the padding row are not counted."""
     config = Qwen3MoeConfig(

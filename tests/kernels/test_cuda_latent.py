@@ -131,6 +131,7 @@ def test_latent_attention_matches_reference(seed: int, monkeypatch: pytest.Monke
     assert_close(got, reference.latent_attention(q, theirs, metadata, scale, spec.latent).contiguous())
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("dtype", "quantization"), [(torch.float16, ""), (torch.float32, "int8")])
 @pytest.mark.filterwarnings("ignore:overflow")
 def test_latent_attention_does_not_depend_on_batch(

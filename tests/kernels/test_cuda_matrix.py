@@ -41,6 +41,7 @@ def tolerance(dtype: torch.dtype) -> float:
     return 2e-3 if dtype is torch.float16 else 2e-6
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("name", "dtype"), [(name, torch.float16) for name in FORMATS] + [("none", torch.float32), ("wint8", torch.float32)]
 )
@@ -107,6 +108,7 @@ def draw_quantized(seed: int, outputs: int, inputs: int, format: Format, order: 
     return QuantizedWeight(values, scales / most, format, offsets if format.asymmetric else None, order)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STORED)
 def test_checkpoint_weights_match_reference_in_any_batch(name: str) -> None:
     """Stacked matrices, with an input order (``desc_act``), with a bias, from the weight cache and row by row."""

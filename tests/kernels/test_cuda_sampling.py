@@ -76,6 +76,7 @@ def test_argmax_of_linear_matches_reference(dtype: torch.dtype) -> None:
         torch.testing.assert_close(largest, expected[1])
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("size", SIZES)
 def test_random_sampling_equals_reference(size: int) -> None:
     """Distinct logits, and logits with many ties. With ties, the result depends on which of the equal tokens top-k and
@@ -107,6 +108,7 @@ def test_sampling_of_large_vocabulary_equals_reference() -> None:
     assert_truncated(151_936, 90_000, 0.95)
 
 
+@pytest.mark.slow
 def test_sampling_of_a_row_does_not_depend_on_other_rows() -> None:
     """The batch also has rows without a valid distribution, for which any token may be returned."""
     size, rng = 2500, Random(0)

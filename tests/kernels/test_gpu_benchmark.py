@@ -18,6 +18,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_gpu_benchmark_without_gpu_exits_with_message(tmp_path: Path) -> None:
     done = run("--out", str(tmp_path))
@@ -36,6 +37,7 @@ def test_gpu_benchmark_finds_no_errors_in_interpreter(tmp_path: Path) -> None:
     assert "of the roofline" in (tmp_path / "results.md").read_text()
 
 
+@pytest.mark.slow
 def test_failed_benchmark_part_is_reported_and_others_run(tmp_path: Path) -> None:
     done = run("--interpret", "--parts", "nonsense,device", "--out", str(tmp_path))
     assert done.returncode == 1

@@ -33,6 +33,7 @@ def test_instruction_set_of_environment_is_used(name: str) -> None:
     assert found["fingerprint"].startswith(f"cpu-{name}-")
 
 
+@pytest.mark.slow
 def test_unavailable_instruction_set_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     result = penstock("serve", "--port", "0", PENSTOCK_ISA="avx9000")
     known = ", ".join(kernels.BUILT)

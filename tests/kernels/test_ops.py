@@ -131,6 +131,7 @@ def add_special_values(seed: int, weight: Tensor, x: Tensor) -> None:
         x[: draw.randrange(len(x) + 1)] *= draw.choice([1e-24, 1e20])
 
 
+@pytest.mark.slow_after(1)
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(seed=seeds, rows=sizes, inputs=st.integers(1, 130), more=st.integers(0, 200), dtype=dtypes)
 def test_argmax_with_sketch_equals_full_argmax(
@@ -183,6 +184,7 @@ def test_sketch_falls_back_for_zeros_and_backs_off() -> None:
     assert sketch.argmax(randn(1, 8, 64, dtype=torch.bfloat16), *out)
 
 
+@pytest.mark.slow_after(5)
 @settings(max_examples=EXAMPLES * 3 // 2, deadline=None)
 @given(seed=seeds, rows=sizes, inputs=st.integers(1, 400), outputs=sizes, bias=st.booleans(), out_float32=st.booleans())
 @pytest.mark.parametrize("format", FORMATS, ids=str)
@@ -324,6 +326,7 @@ def test_packed_tensors_of_wrong_size_are_refused() -> None:
             cpu.from_packed(case, 100, 70, torch.bfloat16, None, format)
 
 
+@pytest.mark.slow_after(1)
 @settings(max_examples=5, deadline=None)
 @given(seed=seeds, rows=st.integers(7, 70), inputs=st.integers(770, 1300), outputs=st.integers(1024, 1200))
 @pytest.mark.parametrize("format", [Format(), *FORMATS], ids=str)
@@ -346,6 +349,7 @@ def test_large_matrices_match_reference_with_any_threads(
     cpu.set_threads(2)
 
 
+@pytest.mark.slow_after(8)
 @few
 @given(seed=seeds, rows=sizes, inputs=st.integers(1, 400), size=sizes, whole=st.booleans(), dtype=dtypes)
 @pytest.mark.parametrize("format", [Format(), *FORMATS], ids=str)
@@ -604,6 +608,7 @@ def test_results_do_not_depend_on_batch_or_threads(seed: int) -> None:
         assert torch.equal(cpu.attention(q[row : row + 1], cache, alone, AttentionOptions(0.2))[0], whole[row])
 
 
+@pytest.mark.slow_after(1)
 @few
 @given(seed=seeds, format=st.sampled_from([Format(), *FORMATS]) | quantized)
 def test_captured_step_equals_its_calls(seed: int, format: Format) -> None:

@@ -36,6 +36,7 @@ EMULATED = [("aarch64-linux-gnu-g++", "qemu-aarch64")]
 AVAILABLE = [(compiler, [run]) for compiler, run in EMULATED if shutil.which(compiler) and shutil.which(run)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler, emulator", AVAILABLE or [("g++", [])])
 def test_portable_kernels_match_plain_loops(compiler: str, emulator: list[str]) -> None:
     CACHE.mkdir(parents=True, exist_ok=True)

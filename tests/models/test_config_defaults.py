@@ -166,6 +166,7 @@ def test_table_of_defaults_is_up_to_date() -> None:
     assert TABLE.read_text() == format_table(table())
 
 
+@pytest.mark.slow_after(27)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_missing_field_has_the_default_of_transformers(family: str, tmp_path: Path) -> None:
     raw, rng = drawn(family, 0), Random(family)
@@ -228,6 +229,7 @@ def check_logprobs(family: str, seed: int, folder: Path) -> None:
     assert reported == pytest.approx(table[range(len(PROMPT) - 1), PROMPT[1:]].tolist(), abs=1e-3)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", SAMPLE)
 def test_logprobs_with_only_sizes_in_config_match_transformers(family: str, tmp_path: Path) -> None:
     check_logprobs(family, 0, tmp_path)

@@ -63,6 +63,7 @@ def check(folder: Path, model: Any, **options: Any) -> None:
     assert reported == pytest.approx(table[range(len(PROMPT) - 1), PROMPT[1:]].tolist(), abs=1e-4)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", GEMMAS)
 def test_activation_of_gemma_matches_transformers(name: str, tmp_path: Path) -> None:
     check(tmp_path, save(GEMMAS[name], tmp_path))
@@ -109,6 +110,7 @@ ODD_HEADS: dict[str, PreTrainedConfig] = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", ODD_HEADS)
 def test_heads_of_any_even_size_match_transformers(name: str, tmp_path: Path) -> None:
     model = save(ODD_HEADS[name], tmp_path)

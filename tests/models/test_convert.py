@@ -142,6 +142,7 @@ def test_impossible_conversion_is_refused(checkpoint: Path, tmp_path: Path) -> N
         assert not (tmp_path / "new" / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_killed_conversion_resumes(tmp_path: Path) -> None:
     flags = ["--max-shard-size", "200KB", "--dtype", "float32", "--output-dir"]
     assert main(["convert", *flags, str(tmp_path / "whole")]) == 0

@@ -36,6 +36,7 @@ def conversations(split: Split, skill: str) -> list[Conversation]:
     return [corpus.converse(rng, split, skill) for _ in range(100 if "recall to" in skill else 1000)]
 
 
+@pytest.mark.slow_after(15)
 @pytest.mark.parametrize("skill", corpus.SKILLS)
 def test_held_out_conversations_are_not_in_training(skill: str) -> None:
     train, held = (conversations(split, skill) for split in Split)

@@ -20,6 +20,7 @@ from penstock import LLM, SamplingParams, demo
 SMALL = train.Recipe(Shape(vocab=3584, hidden=64, intermediate=96, layers=2, heads=2, kv_heads=1, head_dim=32))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("shape", [TARGET, DRAFT])
 def test_training_model_matches_transformers(shape: Shape, tmp_path: Path) -> None:
     """Compares with ``Qwen3ForCausalLM`` with the same weights, in float32, over several chunks."""

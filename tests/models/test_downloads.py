@@ -127,6 +127,7 @@ def downloaded(folder: Path) -> dict[str, bytes]:
 # --- Interrupted and concurrent downloads -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [("org/chat",), ("org/chat", "--dir", "here")])
 def test_killed_download_resumes_after_the_recorded_ranges(
     hub: Hub, command: Command, arguments: tuple[str, ...]
@@ -175,6 +176,7 @@ def test_download_killed_at_40_random_moments_completes(hub: Hub, command: Comma
     assert not partial_files(command.home)
 
 
+@pytest.mark.slow
 def test_concurrent_downloads_of_the_same_model_fetch_once(hub: Hub, command: Command) -> None:
     hub.breaks = [(100_000, "stall")]
     first = command.start("org/chat", "--dir", "here")
@@ -190,6 +192,7 @@ def test_concurrent_downloads_of_the_same_model_fetch_once(hub: Hub, command: Co
     assert len(hub.ranges) == 2
 
 
+@pytest.mark.slow
 def test_folder_of_incomplete_download_is_refused_as_checkpoint(hub: Hub, command: Command) -> None:
     hub.breaks = [(100_000, "stall")]
     process = command.start("org/chat", "--dir", "here")
@@ -205,6 +208,7 @@ def test_folder_of_incomplete_download_is_refused_as_checkpoint(hub: Hub, comman
 # --- Broken servers ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_file_with_wrong_checksum_is_fetched_again(hub: Hub, command: Command) -> None:
     hub.breaks = [(-1, "garble"), (100_000, "close")]
     assert contents(command.download("org/chat")) == WANTED
@@ -216,6 +220,7 @@ def test_file_with_wrong_checksum_is_fetched_again(hub: Hub, command: Command) -
     assert not partial_files(command.home)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("status", "after"), [(429, "1"), (503, ""), (500, "Thu, 01 Jan 2026 00:00:00 GMT"), (502, "soon")]
 )
@@ -225,6 +230,7 @@ def test_busy_server_is_retried(hub: Hub, command: Command, status: int, after: 
     assert len(hub.ranges) == 2
 
 
+@pytest.mark.slow
 def test_retry_after_of_an_hour_fails_at_once(hub: Hub, command: Command) -> None:
     hub.breaks = [(-1, "429 3600")]
     assert "status 429" in command.refused("org/chat")
@@ -236,6 +242,7 @@ def test_bytes_beyond_the_requested_range_are_discarded(hub: Hub, command: Comma
     assert contents(command.download("org/chat")) == WANTED
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "path", ["../evil.json", "/etc/evil.json", "a/../../evil.json", "a//b.json", ".penstock/x.json", "a\nb.json"]
 )
@@ -258,6 +265,7 @@ def test_symlink_out_of_the_target_folder_is_refused(hub: Hub, command: Command)
 # --- Selection of files -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_quantization_in_name_selects_gguf_file(hub: Hub, command: Command) -> None:
     hub.files = {NEW: GGUF, OLD: GGUF}
     file = command.download("org/chat:q4_k_m")
@@ -272,6 +280,7 @@ def test_quantization_in_name_selects_gguf_file(hub: Hub, command: Command) -> N
     assert command.download("org/chat:Q4_K_M", HF_HUB_OFFLINE="0") == file
 
 
+@pytest.mark.slow
 def test_target_folder_has_files_of_one_model_and_revision(hub: Hub, command: Command) -> None:
     """A remaining weight index of another revision or model would refer to other weights."""
     shards = {"model.safetensors.index.json": b"{}", "model-00001-of-00001.safetensors": b"older"}
@@ -286,11 +295,13 @@ def test_target_folder_has_files_of_one_model_and_revision(hub: Hub, command: Co
     assert downloaded(here) == WANTED | {"notes.json": b"mine"}
 
 
+@pytest.mark.slow
 def test_pickled_weights_are_fetched_if_there_are_no_others(hub: Hub, command: Command) -> None:
     hub.files[NEW] = {"config.json": b"{}", "pytorch_model.bin": b"pickle", "training_args.bin": b"pickle"}
     assert set(contents(command.download("org/chat"))) == {"config.json", "pytorch_model.bin"}
 
 
+@pytest.mark.slow
 def test_include_and_exclude_patterns_select_files(hub: Hub, command: Command) -> None:
     folder = command.download("org/chat", "--include", "*.json", "original/", "--exclude", "tokenizer*")
     assert set(contents(folder)) == {
@@ -331,6 +342,7 @@ def test_revision_in_both_name_and_option_is_refused(capsys: pytest.CaptureFixtu
     assert "revision: is v2, and the model's name has v1" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_node_fetches_only_the_weights_of_its_stages(
     in_process: InProcessCommand, site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -370,6 +382,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True)
 
 
+@pytest.mark.slow
 def test_full_disk_is_reported(hub: Hub, command: Command, small_disk: Path) -> None:
     hub.files[NEW] = WANTED | {WEIGHTS: os.urandom(400_000)}
     for arguments in (("--dir", str(small_disk / "x")), ("--download-dir", str(small_disk))):
@@ -500,6 +513,7 @@ def test_modelscope_model_is_downloaded_and_updated(in_process: InProcessCommand
     assert "is neither an existing path nor a name on the hub" in in_process.refused("modelscope://chat", **endpoint)
 
 
+@pytest.mark.slow
 @pytest.mark.row("vllm", "VLLM_USE_MODELSCOPE")
 @pytest.mark.row("fastdeploy", "FD_MODEL_SOURCE", "FD_MODEL_CACHE")
 def test_variables_of_compatible_systems_select_the_hub(command: Command, site: Callable[..., Site]) -> None:
@@ -524,6 +538,7 @@ def test_private_modelscope_model_needs_modelscope_token(
     assert downloaded(in_process.download("modelscope://org/chat", MODELSCOPE_API_TOKEN="opens", **endpoint)) == WANTED
 
 
+@pytest.mark.slow
 def test_cached_modelscope_model_is_used_offline(in_process: InProcessCommand, site: Callable[..., Site]) -> None:
     endpoint = {"MODELSCOPE_ENDPOINT": site(modelscope(WANTED)).url}
     folder = in_process.download("modelscope://org/chat", **endpoint)
@@ -562,6 +577,7 @@ def web(files: dict[str, bytes], **headers: str) -> Callable[..., tuple[int, dic
     return answer
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("path", ["/models/chat", "/models/chat/", "/models/chat/model.safetensors.index.json"])
 def test_web_server_folder_is_downloaded_and_updated(
     in_process: InProcessCommand, site: Callable[..., Site], path: str

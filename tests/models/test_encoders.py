@@ -42,6 +42,7 @@ def pooled(found: Tensor, kind: str) -> Tensor:
     return {"cls": found[0], "last": found[-1], "mean": found.mean(0)}[kind]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("ops", ["reference", "cpu"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_embeddings_match_hidden_states_of_transformers(family: str, ops: str, tmp_path: Path) -> None:
@@ -69,6 +70,7 @@ def test_embeddings_match_hidden_states_of_transformers(family: str, ops: str, t
         llm.embed([[5] * (longest + 1)], use_tqdm=False)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("labels", [1, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_class_probabilities_match_transformers(family: str, labels: int, tmp_path: Path) -> None:
@@ -104,6 +106,7 @@ def test_class_probabilities_match_transformers(family: str, labels: int, tmp_pa
         llm.embed(texts, use_tqdm=False)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -165,6 +168,7 @@ def move_transformer(folder: Path, inner: str) -> None:
     (folder / "config.json").write_text('{"__version__": "0.2.5"}')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", ["", "0_Transformer"])
 def test_sentence_transformers_checkpoint_matches_its_library(tmp_path: Path, inner: str) -> None:
     """Tests pooling, dense layers, norm, lower case, maximum length, and prompts; also in the layout of older
@@ -206,6 +210,7 @@ def test_sentence_transformers_checkpoint_matches_its_library(tmp_path: Path, in
         llm.embed(long[:9], use_tqdm=False, pooling_params=PoolingParams(dimensions=33))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("prefix", ["", "bert."])
 def test_old_bert_checkpoint_is_read(prefix: str, tmp_path: Path) -> None:
     """The checkpoint is as converted from TensorFlow: ``gamma`` and ``beta``, a pickle, ``vocab.txt``, and no encoder

@@ -104,6 +104,7 @@ def compute(ops: Any, x: Tensor, matrices: Any, ids: Tensor, weights: Tensor, *s
     return result
 
 
+@pytest.mark.slow_after(11)
 @pytest.mark.parametrize(("name", "dtype"), [(name, torch.bfloat16) for name in FORMATS] + [("none", torch.float32)])
 def test_experts_match_reference_and_do_not_depend_on_the_batch(
     instruction_set: None, name: str, dtype: torch.dtype
@@ -309,6 +310,7 @@ def tokens_and_logprobs(output: RequestOutput) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("checkpoint", "ops"),
     [*((name, "cpu") for name in CONFIGS), *((name, "reference") for name in FEW)],
@@ -368,6 +370,7 @@ FLOAT32_ROUTERS = {name: CONFIGS[name] for name in ("ernie-4.5", "glm-4.5", "min
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("config", "ops"), [*((name, "cpu") for name in FLOAT32_ROUTERS), ("ernie-4.5", "reference")])
 def test_routers_of_bfloat16_model_compute_in_float32(config: str, ops: str, tmp_path: Path) -> None:
     """Tests families with float32 routers in transformers or, for MiniMax-M2, in the publisher's code. The routers
@@ -384,6 +387,7 @@ def test_routers_of_bfloat16_model_compute_in_float32(config: str, ops: str, tmp
     assert (got - expected).abs().mean() < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gptq asymmetric, act-order, v2", "awq g32", "compressed-tensors w8a8", "fp8 blocks"])
 def test_quantized_experts_match_their_dequantized_weights(name: str, tmp_path: Path) -> None:
     """Compares a checkpoint with quantized experts and one with the dequantized weights."""
@@ -425,6 +429,7 @@ def test_quantized_experts_match_their_dequantized_weights(name: str, tmp_path: 
     assert (got - expected).abs().mean() < 0.2  # also with 8-bit activations; log probabilities are -8 on average
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3-moe, norm, dense layers", "qwen2-moe, one of five", "ernie-4.5"])
 def test_ranks_compute_the_same_bits_as_one(name: str, tmp_path: Path) -> None:
     """Tests tensor parallel experts (a shard of each expert per rank) and expert parallelism (whole experts)."""
@@ -467,6 +472,7 @@ def test_experts_stored_in_one_tensor_compute_the_same_bits(tmp_path: Path) -> N
     assert [tokens_and_logprobs(output) for output in generate(LLM(tmp_path, **options))] == expected
 
 
+@pytest.mark.slow
 def test_gptq_calibrates_each_expert_on_its_inputs(tmp_path: Path) -> None:
     """GPTQ's error is below the error of rounding. Routers are not quantized; unused experts are rounded."""
     sizes = SMALL | {"vocab_size": 3584}

@@ -78,6 +78,7 @@ def check(folder: Path, model: PreTrainedModel) -> None:
     assert error <= max(TOLERANCE, 3 * library_error)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", FAMILIES | WITH_EXPERTS)
 def test_family_matches_transformers(family: str, tmp_path: Path) -> None:
     check(tmp_path, draw(family, 0, tmp_path))
@@ -133,6 +134,7 @@ def test_mean_bfloat16_error_is_near_that_of_transformers(family: str, tmp_path:
     assert statistics.mean(ratios) - 2 * error <= math.log(1.2)
 
 
+@pytest.mark.slow
 def test_internlm2_matches_llama(tmp_path: Path) -> None:
     model = draw_llama_without_biases(tmp_path)
     rewrite_as_internlm2(tmp_path)

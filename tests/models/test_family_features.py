@@ -207,6 +207,7 @@ def test_planned_weight_bytes_equal_the_checkpoint(family: str, tmp_path: Path) 
     assert weight_bytes(model_size_of(config), dtype="float32") == 4 * sum(matrices.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", SPECIAL)
 def test_quick_features_of_default_suite_families_are_as_documented(family: str, tmp_path: Path) -> None:
     row = rows()[f"{family}ForCausalLM"]
@@ -215,6 +216,7 @@ def test_quick_features_of_default_suite_families_are_as_documented(family: str,
         check(name, tmp_path, row[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", SPECIAL)
 def test_ranks_and_stages_compute_the_same_bits_as_one(family: str, tmp_path: Path) -> None:
     draw(family, 2, tmp_path)

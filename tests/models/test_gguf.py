@@ -113,6 +113,7 @@ def test_block_sizes_and_names_equal_llama_cpp() -> None:
         assert GGMLQuantizationType(number).name == kind.name
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_model_of_mixed_types_matches_transformers(name: str, tmp_path: Path) -> None:
     """transformers runs the weights as dequantized by llama.cpp's library. Compares log probabilities and greedy tokens
@@ -149,6 +150,7 @@ def test_model_of_mixed_types_matches_transformers(name: str, tmp_path: Path) ->
     assert errors[0] <= 1.2 * errors[1]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("config", [LlamaConfig(**WORDY), Qwen2Config(**WORDY), Qwen3Config(**WORDY)])
 def test_config_and_weights_are_read_as_by_transformers(config: PreTrainedConfig, tmp_path: Path) -> None:
     """transformers has an independent implementation of GGUF."""
@@ -183,6 +185,7 @@ def test_rows_read_by_a_rank_equal_rows_of_the_tensor(tmp_path: Path) -> None:
         assert torch.equal(weights.read(name, *shape, rows=(30, 99)), weights.read(name, *shape)[30:99])
 
 
+@pytest.mark.slow
 def test_demo_model_in_q8_0_answers_correctly(demo_file: Path) -> None:
     llm = LLM(demo_file)
     params = SamplingParams(temperature=0, max_tokens=40)
@@ -191,6 +194,7 @@ def test_demo_model_in_q8_0_answers_correctly(demo_file: Path) -> None:
     assert answer.outputs[0].finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_two_ranks_generate_the_same_as_one(demo_file: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=2)
     outputs = [
@@ -200,6 +204,7 @@ def test_two_ranks_generate_the_same_as_one(demo_file: Path) -> None:
     assert outputs[0].token_ids == outputs[1].token_ids and outputs[0].logprobs == outputs[1].logprobs
 
 
+@pytest.mark.slow
 def test_server_serves_a_gguf_file(demo_file: Path, servers: Servers) -> None:
     server = servers.get("--model", str(demo_file), "--num-gpu-blocks-override", "400")
     body = {"model": str(demo_file), "messages": QUESTION, "temperature": 0}
@@ -208,6 +213,7 @@ def test_server_serves_a_gguf_file(demo_file: Path, servers: Servers) -> None:
     assert reply["model"] == str(demo_file)
 
 
+@pytest.mark.slow
 def test_drafts_of_a_gguf_draft_model_are_accepted(demo_file: Path, tmp_path: Path) -> None:
     write_gguf(demo.DRAFT, tmp_path / "draft.gguf", lambda name: "F16")
     params = SamplingParams(temperature=0, max_tokens=40)
@@ -297,6 +303,7 @@ def test_digest_changes_with_the_weights(demo_file: Path, tmp_path: Path) -> Non
     assert versions[0] == versions[1] != versions[2]
 
 
+@pytest.mark.slow
 def test_replaced_file_is_not_read_from_the_weight_cache(tmp_path: Path) -> None:
     """A second start with the same file uses the cache."""
     save(Qwen3Config(**SMALL, head_dim=32), tmp_path)
@@ -314,6 +321,7 @@ def test_replaced_file_is_not_read_from_the_weight_cache(tmp_path: Path) -> None
     assert score() != first
 
 
+@pytest.mark.slow
 def test_update_weights_reads_a_gguf_file(demo_file: Path) -> None:
     llm = LLM(num_gpu_blocks_override=100)
     params = SamplingParams(temperature=0, max_tokens=40, logprobs=0)
@@ -399,6 +407,7 @@ def byte_level(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return request.param, Tokenizer(checkpoint_folder(tokenizer_file(tmp_path_factory.mktemp("bpe"), add)))
 
 
+@pytest.mark.slow_after(1)
 @settings(max_examples=25, deadline=None)
 @given(text=TEXT)
 def test_byte_level_bpe_splits_texts_as_llama_cpp(byte_level: tuple[str, Tokenizer], text: str) -> None:
@@ -737,6 +746,7 @@ def test_random_damage_raises_one_line_error_or_none(seed: int, tiny: bytes, tmp
     assert peak < 64 * 2**20
 
 
+@pytest.mark.slow
 def test_hub_name_with_quantization_resolves_to_gguf_file(tmp_path: Path) -> None:
     write_gguf(demo.CHAT, tmp_path / "chat-Q8_0.gguf")
     hub = Hub()
@@ -750,6 +760,7 @@ def test_hub_name_with_quantization_resolves_to_gguf_file(tmp_path: Path) -> Non
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_gguf_file_in_hugging_face_cache_is_used_offline(tmp_path: Path) -> None:
     """The cache is as after ``hf download org/chat chat-Q8_0.gguf``. The name is with and without the quantization."""
     model = tmp_path / "hf" / "hub" / "models--org--chat"

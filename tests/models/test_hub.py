@@ -276,6 +276,7 @@ def test_missing_path_is_refused(model: str | Path) -> None:
     assert raised.value.failure.code is Code.INVALID
 
 
+@pytest.mark.slow
 def test_files_of_a_checkpoint_are_fetched_once(hub: Hub, client: Client) -> None:
     folder = client.resolve()
     assert contents(folder) == WANTED
@@ -291,6 +292,7 @@ def test_files_of_a_checkpoint_are_fetched_once(hub: Hub, client: Client) -> Non
     assert "using the cached files of" in client.stderr and hub.url in client.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["ours", "theirs"])
 def test_cache_is_shared_with_huggingface_hub(hub: Hub, client: Client, first: str) -> None:
     """Either program fetches the model first; both programs then use it online and offline."""
@@ -312,10 +314,12 @@ def test_cache_is_shared_with_huggingface_hub(hub: Hub, client: Client, first: s
     assert theirs(**OFFLINE) == folder
 
 
+@pytest.mark.slow
 def test_cache_dir_is_used(client: Client, tmp_path: Path) -> None:
     assert client.resolve(cache_dir=str(tmp_path / "other")).is_relative_to(tmp_path / "other")
 
 
+@pytest.mark.slow
 def test_revision_is_found_by_name_and_by_commit(client: Client) -> None:
     main, tagged = client.resolve(), client.resolve(revision="v1")
     assert (main / "config.json").read_bytes() == WANTED["config.json"]
@@ -326,6 +330,7 @@ def test_revision_is_found_by_name_and_by_commit(client: Client) -> None:
     assert "org/chat" in answer["message"] and "no 'v2'" in answer["message"]
 
 
+@pytest.mark.slow
 def test_download_resumes_after_closed_connection(hub: Hub, client: Client) -> None:
     weights = os.urandom(12_000_000)
     hub.files[NEW][WEIGHTS] = weights
@@ -336,6 +341,7 @@ def test_download_resumes_after_closed_connection(hub: Hub, client: Client) -> N
     assert int(again.removeprefix("bytes=").partition("-")[0]) >= 10_000_000
 
 
+@pytest.mark.slow
 def test_download_is_retried_after_connection_reset(hub: Hub, client: Client) -> None:
     hub.breaks = [(100_000, "reset")]
     assert contents(client.resolve()) == WANTED
@@ -343,6 +349,7 @@ def test_download_is_retried_after_connection_reset(hub: Hub, client: Client) ->
     assert "reset" in client.stderr
 
 
+@pytest.mark.slow
 def test_repeated_connection_resets_fail_the_download(hub: Hub, client: Client) -> None:
     hub.breaks = [(100_000, "reset")] * 100
     answer = client.ask()
@@ -352,6 +359,7 @@ def test_repeated_connection_resets_fail_the_download(hub: Hub, client: Client) 
     assert contents(client.resolve()) == WANTED
 
 
+@pytest.mark.slow
 def test_partial_file_is_not_used_offline(hub: Hub, client: Client) -> None:
     hub.breaks = [(100_000, "stall")]
     process = client.start()
@@ -363,6 +371,7 @@ def test_partial_file_is_not_used_offline(hub: Hub, client: Client) -> None:
     assert contents(client.resolve()) == WANTED
 
 
+@pytest.mark.slow
 def test_gated_model_needs_a_valid_token(hub: Hub, client: Client) -> None:
     for options in ({}, {"token": "wrong"}):
         answer = client.ask("org/gated", **options)
@@ -373,6 +382,7 @@ def test_gated_model_needs_a_valid_token(hub: Hub, client: Client) -> None:
     assert hub.tokens == {None, "Bearer wrong", "Bearer opens"}
 
 
+@pytest.mark.slow
 def test_token_of_the_environment_is_used(client: Client) -> None:
     assert contents(client.resolve("org/gated", env={"HF_TOKEN": "opens"})) == WANTED
 
@@ -389,6 +399,7 @@ def test_unknown_model_is_not_found(client: Client) -> None:
     assert "no public model org/nothing" in answer["message"] and "check the name" in answer["message"]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("revision", ["", NEW])
 def test_unreachable_hub_without_cache_fails_without_retries(hub: Hub, client: Client, revision: str) -> None:
     hub.stop()
@@ -401,6 +412,7 @@ def test_unreachable_hub_without_cache_fails_without_retries(hub: Hub, client: C
     assert "HF_HUB_OFFLINE is set" in answer["message"]
 
 
+@pytest.mark.slow
 def test_unwritable_cache_is_reported(client: Client, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     answer = client.ask(cache_dir=str(tmp_path / "file" / "cache"))

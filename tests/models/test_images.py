@@ -91,6 +91,7 @@ def table(model: PreTrainedModel, tokens: list[int], images: list[Image.Image]) 
 SIZE = {"shortest_edge": 256, "longest_edge": 4096}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("ops", ["reference", "cpu"])
 def test_logprobs_and_greedy_tokens_match_transformers(pair: tuple[Path, PreTrainedModel], ops: str) -> None:
     """Prompts run in a batch with texts, in chunks that split images, and again from the prefix cache."""
@@ -119,6 +120,7 @@ def test_logprobs_and_greedy_tokens_match_transformers(pair: tuple[Path, PreTrai
     assert [output.outputs[0].token_ids for output in again] == [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", MODELS)
 def test_rope_theta_of_vision_config_is_used(family: str, tmp_path: Path) -> None:
     """Tests files of earlier versions of transformers, which have no ``rope_parameters`` in ``vision_config``."""
@@ -166,6 +168,7 @@ def test_drawn_configs_match_transformers(family: str, tmp_path: Path) -> None:
         assert ours <= max(1e-5, 3 * theirs), number
 
 
+@pytest.mark.slow_after(1)
 def test_bfloat16_error_is_near_that_of_transformers(pair: tuple[Path, PreTrainedModel]) -> None:
     folder, exact = pair
     rough = type(exact).from_pretrained(folder, dtype=torch.bfloat16)
@@ -238,6 +241,7 @@ def test_planned_sizes_equal_the_matrices_of_the_model(pair: tuple[Path, PreTrai
 # --- Prefix cache, batches and preemption -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("offloading", [0.0, 0.01])
 def test_prefix_cache_distinguishes_images(pair: tuple[Path, PreTrainedModel], offloading: float) -> None:
     """Prompts with equal tokens share the prefix before the first different image, also in the host tier."""
@@ -303,6 +307,7 @@ def answers(engine: Engine, requests: list[EngineRequest], rng: Random | None = 
     return {key: msgspec.msgpack.encode(value) for key, value in reported.items()}
 
 
+@pytest.mark.slow
 def test_outputs_do_not_depend_on_the_batch(pair: tuple[Path, PreTrainedModel]) -> None:
     """Requests run alone and together, in chunks of any size, with preemption, with an encoder cache of the size of the
     largest image, and with steps in flight, worker processes and drafts."""

@@ -36,6 +36,7 @@ def save_adapter(model: Any, folder: Path, **config: Any) -> Path:
     return folder
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", MODELS)
 def test_lora_with_images_matches_peft(family: str, tmp_path: Path) -> None:
     """Requests with and without images, and with and without the adapter, run in one batch, and again with prefix cache
@@ -66,6 +67,7 @@ def test_lora_with_images_matches_peft(family: str, tmp_path: Path) -> None:
     assert generated[0] != generated[1]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", vision_checkpoints.FAMILIES)
 def test_lora_of_language_model_after_projector_matches_peft(family: str, tmp_path: Path) -> None:
     model = vision_checkpoints.save(family, tmp_path / "model")

@@ -292,6 +292,7 @@ def test_outputs_do_not_depend_on_the_batch(checkpoint: Path, kind: str) -> None
     lone.close()
 
 
+@pytest.mark.slow
 def test_ranks_stages_and_prefill_engine_answer_as_one_rank(checkpoint: Path, secret: str) -> None:
     kind, rng = "bfloat16 none int8", Random("latent:ranks")
     requests = [draw_request(rng, number) for number in range(6)]
@@ -330,6 +331,7 @@ def test_planned_kv_and_weight_bytes_equal_the_model(checkpoint: Path) -> None:
     assert bytes_per_weight(size, "wint8", "bfloat16")[0] * size.layer_weights == pytest.approx(weights)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ["fp8 blocks", "gptq asymmetric, act-order, v2"])
 def test_quantized_checkpoint_matches_transformers(kind: str, tmp_path: Path) -> None:
     """The absorbed matrix is dequantized from any format."""
@@ -339,6 +341,7 @@ def test_quantized_checkpoint_matches_transformers(kind: str, tmp_path: Path) ->
     test_models.test_logprobs_and_greedy_tokens_match_transformers((llm, model))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("knowing", [True, False])
 def test_multi_token_prediction_layers_generate_drafts(knowing: bool, tmp_path: Path) -> None:
     """In DeepSeek-V3, multi-token prediction layers also have latent attention and experts."""

@@ -44,6 +44,7 @@ UNSUPPORTED: dict[str, tuple[PreTrainedConfig, str]] = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_auto_runs_unsupported_config_with_transformers(name: str, tmp_path: Path) -> None:
     config, message = UNSUPPORTED[name]

@@ -74,6 +74,7 @@ def acme(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, llama
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_family_of_a_package_matches_transformers(packages: dict[str, str], acme: tuple[Path, Any], ranks: int) -> None:
     folder, llama = acme
@@ -88,6 +89,7 @@ def test_family_of_a_package_matches_transformers(packages: dict[str, str], acme
     assert "the model family other of the package penstock-broken is left out" in ran.stderr
 
 
+@pytest.mark.slow
 def test_engine_and_api_processes_load_the_family_of_a_package(
     packages: dict[str, str], acme: tuple[Path, Any]
 ) -> None:
@@ -102,6 +104,7 @@ def test_engine_and_api_processes_load_the_family_of_a_package(
         assert size == f"{matrices / 1000:.1f}K"
 
 
+@pytest.mark.slow
 def test_architecture_is_refused_without_the_package(acme: tuple[Path, Any]) -> None:
     ran = subprocess.run([sys.executable, "-c", GENERATE, str(acme[0]), "1", "[]", "1"], capture_output=True, text=True)
     assert ran.returncode and "architecture AcmeForCausalLM is not supported; supported are" in ran.stderr

@@ -76,6 +76,7 @@ def draw(seed: int, length: int) -> list[int]:
 PROMPTS = [draw(length, length) for length in (1, 7, 40, 100)]
 
 
+@pytest.mark.slow_after(5)
 def test_logprobs_and_greedy_tokens_match_transformers(pair: tuple[LLM, PreTrainedModel]) -> None:
     """Penstock runs a batch, in chunks of at most 50 tokens and blocks of 16; transformers runs one sequence at a
     time."""
@@ -95,6 +96,7 @@ def test_logprobs_and_greedy_tokens_match_transformers(pair: tuple[LLM, PreTrain
                 assert (row > row[token_id] + 1e-4).sum() < found.rank <= (row > row[token_id] - 1e-4).sum()
 
 
+@pytest.mark.slow_after(4)
 @torch.inference_mode()
 def test_bfloat16_error_is_near_that_of_transformers(pair: tuple[LLM, PreTrainedModel], tmp_path: Path) -> None:
     """Compares the errors of the prompt's log probabilities, relative to transformers in float32."""
@@ -213,6 +215,7 @@ def break_checkpoint(folder: Path, how: str) -> None:
             (folder / "tokenizer_config.json").write_text('{"eos_token": "\\ud800"}')
 
 
+@pytest.mark.slow_after(11)
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -275,6 +278,7 @@ def test_float16_checkpoint_runs_on_a_cpu(tmp_path: Path) -> None:
     assert output.finished
 
 
+@pytest.mark.slow
 def test_dummy_weights_depend_on_the_seed(tmp_path: Path) -> None:
     save(CONFIGS["llama"], tmp_path)
     (tmp_path / "model.safetensors").unlink()

@@ -79,6 +79,7 @@ def test_planned_weight_bytes_equal_the_packed_weights(folder: Path, model: PreT
     assert weight_bytes(size, dtype="bfloat16") == pytest.approx(expected, abs=1)
 
 
+@pytest.mark.slow
 def test_ranks_compute_the_same_bits_as_one(folder: Path) -> None:
     results = []
     for more in ({}, {"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}):

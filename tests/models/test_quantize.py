@@ -117,6 +117,7 @@ def planted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "rounded"), [("awq", "wint4"), ("gptq", "wint4"), ("smoothquant", "w8a8")], ids=str)
 def test_method_beats_rounding_with_outliers_in_activations(
     planted: Path, tmp_path: Path, method: str, rounded: str
@@ -134,6 +135,7 @@ def test_method_beats_rounding_with_outliers_in_activations(
     assert ours["top1_agreement"] > plain["top1_agreement"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "rotation"), [*((method, None) for method in METHODS), ("gptq", 0), ("wint4", 0), ("w4a8", 32)]
 )
@@ -152,6 +154,7 @@ def test_written_checkpoint_has_the_reported_perplexity(
     assert sum(losses) / 127 == pytest.approx(math.log(report["perplexity_quantized"]), rel=0.01)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("method", "rotation"),
     [("wint8", None), ("wint4", 0), ("wint4", None), ("w8a8", None), ("w8a8", 0), ("w4a8", None), ("fp8", None)],
@@ -210,6 +213,7 @@ def test_gptq_act_order_is_written_and_error_is_small(
         assert report["layers"][int(name.split(".")[2])]["matrices"][name] < (0.02 if bits == 4 else 1e-4)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("method", "rotation"), [("wint4", None), ("w4a8", None), ("gptq", None), ("gptq", 0), ("awq", None)]
 )
@@ -231,6 +235,7 @@ def test_group_size_that_does_not_divide_inputs_is_reduced(
     assert LLM(made, num_gpu_blocks_override=40).generate([[5, 6]], SamplingParams(max_tokens=2), use_tqdm=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["wint4", "w4a8", "gptq"])
 def test_sensitive_matrices_have_8_bits_with_rotation(model: Path, tmp_path: Path, method: str) -> None:
     """Without rotation, all matrices have the same format, so that other systems can read the checkpoint."""
@@ -261,6 +266,7 @@ def test_tied_tensors_of_pytorch_file_are_both_written(small: Path, tmp_path: Pa
     assert torch.equal(written["lm_head.weight"], head) and torch.equal(written["model.embed_tokens.weight"], head)
 
 
+@pytest.mark.slow
 def test_ignored_matrices_are_not_quantized(model: Path, tmp_path: Path) -> None:
     ignored = ["model.layers.0.self_attn.k_proj", *(f"model.layers.{layer}.mlp.down_proj" for layer in range(LAYERS))]
     for method in ("gptq", "wint4"):
@@ -334,6 +340,7 @@ def start(checkpoint: Path, output: Path, method: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "message"), [(signal.SIGKILL, ""), (signal.SIGINT, "run the same command to resume")]
 )

@@ -82,6 +82,7 @@ def test_quantization_files_of_autogptq_and_autoawq_are_read(kind: str, file: st
         read_config(tmp_path)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("in_config", [False, True])
 def test_fp8_checkpoint_of_model_optimizer_matches_transformers(in_config: bool, tmp_path: Path) -> None:
     """The checkpoint has one scale per matrix; input scales are ignored. ``hf_quant_config.json`` or ``config.json``
@@ -143,6 +144,7 @@ ON_CPU = ["awq g32", "gptq asymmetric, act-order, v2", "compressed-tensors w8a8"
 ON_CPU += ["fp8 blocks", "bitsandbytes nf4", "bitsandbytes int8"]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("kind", "backend"), [*((kind, "reference") for kind in KINDS), *((kind, "cpu") for kind in ON_CPU)]
 )
@@ -181,6 +183,7 @@ def test_quantized_model_matches_transformers_on_dequantized_weights(kind: str, 
         assert max(differences) < 1e-4
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", ["awq g32", "gptq asymmetric, act-order, v2", "compressed-tensors w8a16 channel"])
 def test_quantized_lm_head_in_bfloat16_is_as_accurate_as_transformers(kind: str, tmp_path: Path) -> None:
     """The kernels multiply the stored integers and take the argmax."""
@@ -217,6 +220,7 @@ def answers(llm: LLM) -> list[Any]:
     return [(output.outputs[0].token_ids, repr(output.outputs[0].logprobs)) for output in outputs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["awq g32", "bitsandbytes nf4"])
 def test_two_ranks_generate_the_same_as_one(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
@@ -240,6 +244,7 @@ def test_rank_split_within_multiplied_blocks_is_refused(tmp_path: Path) -> None:
     torch.testing.assert_close(found, model.state_dict()[f"{name}.weight"][48:].T, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_float16_checkpoint_generates_the_same_from_weight_cache(tmp_path: Path) -> None:
     """CPUs compute a float16 checkpoint in bfloat16."""
     quantize(tmp_path, KINDS["gptq asymmetric, act-order, v2"])
@@ -287,6 +292,7 @@ def test_quantization_option_keeps_stored_integers_of_equal_bits(
     assert [layers for _, layers in context.dequantized_bytes] == ([] if kept else [scheme.layers])
 
 
+@pytest.mark.slow
 def test_update_weights_accepts_other_quantization_formats(tmp_path: Path) -> None:
     folders = {}
     for number, kind in enumerate(("awq g32", "gptq asymmetric", "compressed-tensors w8a8")):

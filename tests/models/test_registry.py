@@ -71,6 +71,7 @@ def families() -> Iterator[None]:
         unregister(family)
 
 
+@pytest.mark.slow
 def test_registered_family_reads_config_and_generates(families: None, tmp_path: Path) -> None:
     types = ["full_attention", "sliding_attention", "full_attention"]
     save(LlamaConfig(**SMALL), tmp_path)

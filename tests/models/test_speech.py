@@ -106,6 +106,7 @@ def encoded(samples: np.ndarray, kind: str, codec: str, rate: int) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.slow
 def test_audio_files_are_decoded() -> None:
     """Lossless formats are decoded to equal samples; lossy formats have about the same length."""
     samples = sound(2)
@@ -137,6 +138,7 @@ def test_wav_is_decoded_without_pyav(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- Against transformers ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_tokens_match_transformers(engine: Engine, pair: tuple[Path, WhisperForConditionalGeneration]) -> None:
     """One batch has requests with and without timestamps, with detected and given languages, and with a prompt."""
     folder, model = pair
@@ -254,6 +256,7 @@ def expected_logprobs(model: WhisperForConditionalGeneration, features: np.ndarr
     return logits[0, :-1].float().log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].numpy()
 
 
+@pytest.mark.slow
 def test_tokens_do_not_depend_on_the_batch(engine: Engine, pair: tuple[Path, WhisperForConditionalGeneration]) -> None:
     """Requests run alone, and together with too few KV blocks, so that some are preempted."""
     folder, _ = pair
@@ -289,6 +292,7 @@ def segments_of(engine: Engine, folder: Path, seconds: float, seed: int) -> list
     return recording.segments
 
 
+@pytest.mark.slow
 def test_response_formats_have_text_segments_and_times(
     client: openai.OpenAI, engine: Engine, pair: tuple[Path, WhisperForConditionalGeneration]
 ) -> None:
@@ -330,6 +334,7 @@ def test_words_contain_all_text_of_the_segments(
     assert len({each.seek for each in both.segments}) > 1
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("seconds", [5, 14])
 def test_streamed_text_equals_whole_text(client: openai.OpenAI, seconds: float) -> None:
     file = ("sound.wav", wav(sound(seconds, 4)))
@@ -406,6 +411,7 @@ def test_english_only_model_refuses_translation_and_languages(tmp_path: Path) ->
         speech.task(False, "de", None, False)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("missing", [("lang_to_id",), ("lang_to_id", "task_to_id"), ()])
 def test_languages_are_read_from_the_tokenizer(tmp_path: Path, missing: tuple[str, ...]) -> None:
     """In early checkpoints, the generation config has no languages."""
@@ -436,6 +442,7 @@ def test_vocabulary_size_identifies_english_only_models(tmp_path: Path, vocab_si
     assert set(tokens.tasks) == ({"transcribe", "translate"} if languages else set())
 
 
+@pytest.mark.slow
 def test_ctrl_c_does_not_interrupt_audio_decoding(pair: tuple[Path, WhisperForConditionalGeneration]) -> None:
     """The terminal's signal arrives when the decoding process starts. The server drains."""
     flags = ["--model", str(pair[0]), "--dtype", "float32", "--num-gpu-blocks-override", "100"]

@@ -86,6 +86,7 @@ def check_different_head(family: str, folder: Path) -> None:
     assert weight_bytes(size) > weight_bytes(before)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", SAMPLE)
 def test_different_head_is_used_despite_tie_word_embeddings(family: str, tmp_path: Path) -> None:
     check_different_head(family, tmp_path)
@@ -124,6 +125,7 @@ def test_different_head_in_a_pytorch_file_is_used(tmp_path: Path) -> None:
     assert logprobs(tmp_path) == pytest.approx(library_logprobs(tmp_path), abs=2e-4)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("config", [LlamaConfig(**SMALL), Qwen3Config(**SMALL, head_dim=32)])
 def test_model_without_flag_and_head_is_tied(config: PreTrainedConfig, tmp_path: Path) -> None:
     save(config, tmp_path)
@@ -143,6 +145,7 @@ def test_missing_head_of_untied_model_is_refused(tmp_path: Path) -> None:
         LLM(tmp_path, **OPTIONS)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("file", [WEIGHTS, "pytorch_model.bin"])
 def test_stored_head_alone_is_the_embedding_of_a_tied_model(file: str, tmp_path: Path) -> None:
     """``safetensors.torch.save_model`` writes tied tensors under one of their names."""

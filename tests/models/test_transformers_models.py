@@ -52,6 +52,7 @@ def checkpoint(architecture: str, folder: Path, **more: Any) -> PreTrainedModel:
     return save(architecture, tiny(architecture, **more), folder)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("architecture", RUN)
 def test_tokens_and_logprobs_match_transformers(architecture: str, tmp_path: Path) -> None:
     """Penstock runs a batch, in chunks, with cached prefixes and preemption; transformers alone runs one sequence at a
@@ -65,6 +66,7 @@ def test_tokens_and_logprobs_match_transformers(architecture: str, tmp_path: Pat
     assert f"| `{architecture}` | runs |" in table()
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("architecture", REFUSED)
 def test_unsupported_architecture_is_refused(architecture: str, tmp_path: Path) -> None:
     checkpoint(architecture, tmp_path)
@@ -196,6 +198,7 @@ def test_broken_checkpoint_is_refused(tmp_path: Path, name: str, value: object, 
         LLM(tmp_path, **OPTIONS)
 
 
+@pytest.mark.slow
 def test_updated_and_dummy_weights_are_used(tmp_path: Path) -> None:
     """Loads weights of another folder, and random weights for a folder without weights."""
     model = checkpoint("StableLmForCausalLM", tmp_path)

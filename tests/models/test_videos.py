@@ -137,6 +137,7 @@ def table(model: PreTrainedModel, tokens: list[int], videos: list[np.ndarray], f
     return model(input_ids=ids, **inputs).logits[0].log_softmax(-1)
 
 
+@pytest.mark.slow_after(1)
 def test_logprobs_and_greedy_tokens_match_transformers(pair: tuple[Path, PreTrainedModel]) -> None:
     """Prompts run in a batch, in chunks that split frames, with an image, and again from the prefix cache."""
     folder, model = pair
@@ -253,6 +254,7 @@ def test_frames_of_video_files_are_sampled(colours: Path, codec: str, kind: str)
     assert np.concatenate(pixels).tolist() == [0, 0, 1, 2]  # frames 0, 2, 4 and 6
 
 
+@pytest.mark.slow
 def test_python_prompts_accept_video_files_and_arrays(colours: Path, tmp_path: Path) -> None:
     data = encoded(plain("red", "red", "green", "green"))
     (tmp_path / "video.mp4").write_bytes(data)
@@ -356,6 +358,7 @@ def user(*parts: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("names", [("red", "green", "blue"), ("blue", "green", "red"), ("red", "blue", "green")])
 def test_answer_depends_on_the_order_of_frames(server: Served, names: tuple[str, ...]) -> None:
     url = data_url(encoded(plain(*(name for name in names for _ in range(2)))))

@@ -87,6 +87,7 @@ def no_marks(family: str, **options: Any) -> SamplingParams:
     return SamplingParams(temperature=0, logit_bias={token: -100.0 for token in range(first, 300)}, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ops", ["reference", "cpu"])
 def test_logprobs_and_greedy_tokens_match_transformers(saved: Saved, ops: str) -> None:
     """Prompts run in a batch with texts, in chunks, and again from the prefix cache."""
@@ -145,6 +146,7 @@ def logprobs_of_prompt(output: Any, family: checkpoints.Family) -> list[tuple[in
     return [(i, entries[token].logprob) for i, (token, entries) in enumerate(pairs) if token < first and entries]
 
 
+@pytest.mark.slow
 def test_bfloat16_error_is_near_that_of_transformers(saved: Saved) -> None:
     family, folder, exact = saved
     rough = type(exact).from_pretrained(folder, dtype=torch.bfloat16)
@@ -199,6 +201,7 @@ def pixels(image: ImageInput) -> np.ndarray:
     return normalized.transpose(0, 3, 1, 2)
 
 
+@pytest.mark.slow_after(1)
 def test_placeholder_of_chat_template_expands_as_in_transformers(saved: Saved) -> None:
     family, folder, model = saved
     llm = LLM(folder, **SMALL)
@@ -211,6 +214,7 @@ def test_placeholder_of_chat_template_expands_as_in_transformers(saved: Saved) -
     assert best(family, expected, tokens) == output.outputs[0].token_ids
 
 
+@pytest.mark.slow_after(1)
 def test_outputs_do_not_depend_on_the_batch(saved: Saved) -> None:
     """Requests run alone and together, in chunks of any size, with preemption, and with steps in flight."""
     family, folder, _ = saved
@@ -249,6 +253,7 @@ def test_outputs_do_not_depend_on_the_batch(saved: Saved) -> None:
     assert preempted > 0
 
 
+@pytest.mark.slow_after(1)
 def test_checkpoint_of_earlier_transformers_is_read(saved: Saved, tmp_path: Path) -> None:
     """Names of encoder tensors have an additional level, and ``config.json`` lacks several fields."""
     family, folder, _ = saved

@@ -97,6 +97,7 @@ def times_request(number: int, prompt: list[int], audio: AudioInput) -> EngineRe
     )
 
 
+@pytest.mark.slow
 def test_token_times_equal_transformers(engine: Engine, pair: tuple[Path, WhisperForConditionalGeneration]) -> None:
     folder, model = pair
     answers, requests = aligned(folder, engine)
@@ -139,6 +140,7 @@ def test_alignment_equals_transformers(tokens: int, positions: int, length: int)
     assert len(set(expected)) > min(tokens, length) / 3
 
 
+@pytest.mark.slow
 def test_token_times_are_batch_invariant(engine: Engine, pair: tuple[Path, WhisperForConditionalGeneration]) -> None:
     """The bits are the same alone and together in chunks, with the audio encoded again or cached."""
     requests = aligned(pair[0], engine)[1]

@@ -389,6 +389,7 @@ def test_foreign_page_cannot_use_shared_memory(client: httpx.Client) -> None:
         assert answer.status_code == status, answer.text
 
 
+@pytest.mark.slow
 def test_tenant_names_in_metrics_are_stable_and_are_not_key_hashes(tmp_path: Path) -> None:
     """Tenant names are equal in all API processes and after a restart, and stored files keep their owner."""
     from hashlib import sha256

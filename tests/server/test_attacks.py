@@ -141,6 +141,7 @@ ATTACKS: tuple[Callable[[Served], None], ...] = (
 )
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_attack_does_not_end_streams_of_others(served: Served, attack: Callable[[Served], None]) -> None:
     with Victim(served, B):
@@ -159,6 +160,7 @@ def test_attack_does_not_pause_streams_of_others(served: Served, attack: Callabl
 # --- Clients that do not read ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_server_stops_reading_from_client_with_unread_responses(served: Served) -> None:
     """The client pipelines 29 MB of requests and reads no response."""
     (process,) = served.pids["api"]
@@ -172,6 +174,7 @@ def test_server_stops_reading_from_client_with_unread_responses(served: Served) 
     assert peak_memory(process) < before + 64
 
 
+@pytest.mark.slow
 def test_grpc_messages_without_key_are_not_read(served: Served, stub: Any) -> None:
     """Flow control admits only a small part of the 512 MiB."""
     (process,) = served.pids["api"]
@@ -207,6 +210,7 @@ SMALL_BUFFERS = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**
 """Channel options that limit the client's receive buffers."""
 
 
+@pytest.mark.slow
 def test_unread_stream_is_ended_after_timeout() -> None:
     """All requests of the stream end. Each response repeats a long request id, which fills the buffers."""
     with (
@@ -230,6 +234,7 @@ def test_unread_stream_is_ended_after_timeout() -> None:
         assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
+@pytest.mark.slow
 def test_generate_stream_of_many_sequences_has_bounded_size(served: Served) -> None:
     """Only the last object contains all texts. Repeating them in each of the 60 steps would take 40 MB."""
     body = {"prompt": "The sea. " * 550, "n": 128, "max_tokens": 60, "ignore_eos": True, "temperature": 1, "seed": 1}
@@ -261,6 +266,7 @@ def test_api_keys_do_not_share_cached_prefixes(served: Served) -> None:
     assert cached_tokens(served.url, A, LONG_PROMPT, cache_salt="x") == 0
 
 
+@pytest.mark.slow
 def test_share_prefix_cache_shares_prefixes_between_keys() -> None:
     with Served("--num-gpu-blocks-override", "200", "--share-prefix-cache", *KEYS) as shared:
         assert cached_tokens(shared.url, A, LONG_PROMPT) == 0
@@ -289,6 +295,7 @@ def test_request_id_belongs_to_its_api_key(served: Served) -> None:
         assert "cancelled" in "".join(lines)
 
 
+@pytest.mark.slow
 def test_grpc_stop_ends_only_requests_of_same_key(served: Served, stub: Any) -> None:
     """Both requests use one connection, as behind a proxy."""
 
@@ -347,6 +354,7 @@ def test_closed_connection_cancels_request(served: Served) -> None:
     served.find(r"POST /v1/completions .*error=cancelled", after=line_count)
 
 
+@pytest.mark.slow
 def test_stopping_server_closes_kept_connections_after_response() -> None:
     """Each connection is answered until a response has ``connection: close``."""
     with Served("--num-gpu-blocks-override", "500") as stopping:
@@ -376,6 +384,7 @@ def test_stopping_server_closes_kept_connections_after_response() -> None:
         assert stopping.ended() == 0
 
 
+@pytest.mark.slow
 def test_stopped_engine_is_unhealthy_until_continued(served: Served) -> None:
     (engine,) = served.pids["engine"]
 
@@ -418,6 +427,7 @@ class ServedWithUnreadLog(Served):
                 self.read.wait()
 
 
+@pytest.mark.slow
 def test_unread_log_does_not_block_requests() -> None:
     """No log line is missing when the log is read later."""
     with ServedWithUnreadLog("--num-gpu-blocks-override", "200") as server:
@@ -461,6 +471,7 @@ def test_log_lines_beyond_buffer_are_dropped_and_counted() -> None:
     assert 1000 < kept < 2000
 
 
+@pytest.mark.slow
 def test_next_server_removes_folders_of_killed_servers(tmp_path: Path) -> None:
     """Unrelated folders are kept."""
     unrelated = tmp_path / "penstock-of-mine"

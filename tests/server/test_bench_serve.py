@@ -347,6 +347,7 @@ def test_unreachable_server_prints_one_sentence() -> None:
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_benchmark_of_penstock_server_completes_all_requests(tmp_path: Path) -> None:
     picture, sizes = tmp_path / "load.png", ["--num-prompts", "8", "--max-concurrency", "4", "--ignore-eos"]
     with (tmp_path / "log").open("w+b") as log, Server([], log) as server:

@@ -154,6 +154,7 @@ def test_commands_undo_save_and_load_conversation(served: Served, tmp_path: Path
     assert messages[1]["content"] == NAME_QUESTIONS[0]
 
 
+@pytest.mark.slow
 def test_wrong_input_is_reported_and_chat_continues(tmp_path: Path) -> None:
     (tmp_path / "odd.json").write_text('[{"role": "stranger", "content": "Hi"}]')
     messages = {
@@ -180,6 +181,7 @@ def test_wrong_input_is_reported_and_chat_continues(tmp_path: Path) -> None:
     assert len(result.stdout) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remote", [False, True])
 def test_answer_is_streamed_and_ctrl_c_stops_answer(
     remote: bool, tmp_path: Path, request: pytest.FixtureRequest
@@ -224,6 +226,7 @@ def test_answer_is_streamed_and_ctrl_c_stops_answer(
     assert "of Canada?" in history
 
 
+@pytest.mark.slow
 def test_piped_lines_continue_one_conversation(served: Served) -> None:
     lines = [
         *NAME_QUESTIONS,
@@ -251,6 +254,7 @@ def test_piped_lines_continue_one_conversation(served: Served) -> None:
         assert re.match(r"penstock chat: the context is full; /undo .*\b(2047|2048)\b", errors.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_refusal_of_server_prints_one_sentence(served: Served) -> None:
     cases = [
         (["--url", served.url, "--api-key", "wrong"], "returned status 401: an API key is missing or wrong"),
@@ -270,6 +274,7 @@ def test_refusal_of_server_prints_one_sentence(served: Served) -> None:
     assert "the model 'other' does not exist" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remote", [False, True])
 def test_tool_calls_run_command_or_ask_for_result(remote: bool, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     server = request.getfixturevalue("served") if remote else None
@@ -344,6 +349,7 @@ def test_reasoning_is_dimmed_or_folded_on_terminal(served: Served, tmp_path: Pat
         person.see(re.escape(reasoning.splitlines()[0]))
 
 
+@pytest.mark.slow
 def test_images_are_attached_from_paths(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     save_colours(folder)
@@ -384,6 +390,7 @@ def test_plain_terminal_gets_no_escapes(served: Served, tmp_path: Path) -> None:
         assert "\x1b" not in person.seen
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_piped_chat() -> None:
     process = subprocess.Popen(
         [*CHAT, *LOCAL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True

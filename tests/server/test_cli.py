@@ -22,18 +22,21 @@ def penstock(*arguments: str, stdin: str | None = None, **environment: str) -> s
     return subprocess.run(command, input=stdin, env=os.environ | environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_generate_prints_answer() -> None:
     result = penstock("generate", "--chat", "--temperature", "0", "What is the capital of Canada?")
     assert result.returncode == 0, result.stderr
     assert "Ottawa" in result.stdout
 
 
+@pytest.mark.slow
 def test_generate_reads_standard_input() -> None:
     result = penstock("generate", "--chat", "--temperature", "0", "--max-tokens", "3", stdin="加拿大的首都是哪里?")
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("加拿大")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["latency", "throughput"])
 def test_bench_prints_throughput(kind: str) -> None:
     sizes = ["--num-prompts", "3", "--num-iters", "1", "--input-len", "5", "--output-len", "4"]
@@ -43,6 +46,7 @@ def test_bench_prints_throughput(kind: str) -> None:
     assert figures["decode_tokens_per_s" if kind == "latency" else "output_tokens_per_s"] > 0
 
 
+@pytest.mark.slow
 def test_version_prints_commit_and_kernels_without_torch() -> None:
     code = "import atexit, sys; from penstock.cli.main import main; "
     code += "atexit.register(lambda: print('torch' in sys.modules)); main(['--version'])"
@@ -52,6 +56,7 @@ def test_version_prints_commit_and_kernels_without_torch() -> None:
     assert version[3] == json.loads(penstock("doctor", "--json").stdout).get("isa", "reference").partition(" ")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.row("vllm", "npu-smi info")
 def test_doctor_reports_kernels_and_core_binding() -> None:
     report = json.loads(penstock("doctor", "--json").stdout)
@@ -67,6 +72,7 @@ def test_doctor_reports_kernels_and_core_binding() -> None:
     assert re.fullmatch(r"\S+/penstock: \d+ files, \d+\.\d of at most \d+\.\d GiB", report["weights"])
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -161,6 +167,7 @@ def test_process_does_not_import_unneeded_modules(module: str, absent: str) -> N
     assert result.stderr.strip() == ""
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("command", ["completion fish", "config", "doctor --json"])
 def test_command_ends_quietly_if_reader_closes_pipe(command: str) -> None:
     reader, writer = os.pipe()

@@ -43,6 +43,7 @@ def test_bash_completes_commands_options_and_values(script: Path) -> None:
     assert "memory" in complete(script, "plan", "") and "--model" in complete(script, "plan", "memory", "--mod")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_zsh_and_fish_complete_options(shell: str, tmp_path: Path) -> None:
     completion = run_in_process(main, "completion", shell).stdout

@@ -171,6 +171,7 @@ def test_body_is_read_completely_at_every_split(name: str) -> None:
         assert result == Exchange([FIRST, AFTER], [], [200, 200]), split_at
 
 
+@pytest.mark.slow_after(14)
 @pytest.mark.parametrize("name", REFUSED)
 def test_ambiguous_head_is_refused_at_every_split(name: str) -> None:
     data, status = REFUSED[name]
@@ -214,6 +215,7 @@ def requests(draw: st.DrawFn) -> tuple[bytes, list[int]]:
     return data, sorted(draw(st.lists(st.integers(0, len(data)), max_size=5)))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(requests())
 def test_headers_and_splits_do_not_change_end_of_body(drawn: tuple[bytes, list[int]]) -> None:

@@ -18,6 +18,7 @@ SLACK = 64
 """Allowed growth in MiB of a process after warm-up: memory that allocators keep."""
 
 
+@pytest.mark.slow
 def test_mutated_requests_cause_no_faults_or_leaks(capsys: pytest.CaptureFixture[str]) -> None:
     with Served("--num-gpu-blocks-override", "64", "--max-model-len", "256", "--grpc-port", "0") as served:
         before = served.pids

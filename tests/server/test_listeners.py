@@ -30,6 +30,7 @@ def test_health_and_metrics_ports_serve_nothing_else(served: Served) -> None:
             assert refused.status_code == 404 and "only health and metrics" in refused.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_http_can_be_disabled_only_with_grpc() -> None:
     """Without HTTP, health and metrics are still served on their separate ports."""
     grpc_only = Served("--port", "-1", "--grpc-port", "0", "--num-gpu-blocks-override", "40", "--health-port", "0")

@@ -108,6 +108,7 @@ def test_text_with_too_many_elements_is_refused(text: bytes, limit: str) -> None
         ElementCount().add(text)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("character", ["\U0001f600", "\\ud83d\\ude00", "\u00e9"])
 @pytest.mark.parametrize("position", ["begin", "end"])
 def test_long_text_must_be_ascii(character: str, position: str) -> None:
@@ -426,6 +427,7 @@ def test_grpc_message_beyond_the_limit_is_refused(served: Served, size: float, m
     assert message in refused.value.details()
 
 
+@pytest.mark.slow
 def test_grpc_limit_depends_on_context_length_and_option(tmp_path: Path) -> None:
     """The limit is 64 bytes per token: 4 MiB for a context of 65,536 tokens. It is set when the engine is ready."""
     shutil.copytree(demo.DRAFT, folder := tmp_path / "long")
@@ -445,6 +447,7 @@ def test_grpc_limit_depends_on_context_length_and_option(tmp_path: Path) -> None
 # --- Memory of a server's bodies ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_bodies_wait_for_memory_and_are_answered() -> None:
     """An incomplete body reserves its client's memory: the client's other body waits until the first is complete."""
     content = json.dumps({"prompt": "a", "max_tokens": 1, "user": "a" * 300_000}).encode()

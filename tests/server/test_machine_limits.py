@@ -120,6 +120,7 @@ def fill(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_upload_with_full_temporary_folder_returns_503(tmp_path: Path) -> None:
     with small_disk(tmp_path / "tmp", "20m") as folder, ExitStack() as stack:
         flags = ("--storage-dir", str(tmp_path / "storage"), *SMALL)
@@ -163,6 +164,7 @@ def test_full_storage_returns_503_and_batches_continue_later(tmp_path: Path) -> 
         assert "Traceback" not in "".join(server.lines)
 
 
+@pytest.mark.slow
 def test_full_disk_of_log_file_is_reported_once(tmp_path: Path) -> None:
     with small_disk(tmp_path / "log", "1m") as folder, ExitStack() as stack:
         server = stack.enter_context(Served("--log-file", str(folder / "server.log"), *SMALL))

@@ -78,6 +78,7 @@ def series(served: Served) -> dict[str, float]:
     return totals
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("streamed", [False, True])
 def test_every_panel_of_vllm_dashboard_has_data(served: Served, streamed: bool) -> None:
     before = series(served)
@@ -182,6 +183,7 @@ def test_endpoint_picker_metrics_have_single_series(served: Served) -> None:
     assert abs(adapters.value - time.time()) < 60
 
 
+@pytest.mark.slow
 def test_metrics_aliases_option_limits_aliases() -> None:
     """With ``--metrics-aliases routers`` and two engines, the ``vllm:`` metrics are those that routers read."""
     flags = ("--num-gpu-blocks-override", "100", "--max-num-seqs", "2")

@@ -60,6 +60,7 @@ def client_of(server: Served) -> openai.OpenAI:
     return openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
 
 
+@pytest.mark.slow
 def test_servers_share_stored_objects(url: str, tmp_path: Path) -> None:
     """Two servers share a database and a folder. Each finds the objects stored by the other. All four API processes
     start at the same time with an empty database."""

@@ -77,6 +77,7 @@ def test_quick_or_unlogged_operation_shows_no_progress(on_terminal: bool) -> Non
     assert run_script(0, "WARNING", on_terminal).strip() == "done"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -91,6 +92,7 @@ def test_build_and_quantize_show_progress(arguments: str, text: str, tmp_path: P
     )
 
 
+@pytest.mark.slow
 def test_loading_of_transformers_model_shows_progress() -> None:
     code = "import logging, sys; from penstock import LLM; from penstock.config import progress\n"
     code += "progress.DELAY = 0.0; logging.basicConfig(level='INFO')\n"

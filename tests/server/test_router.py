@@ -271,6 +271,7 @@ def test_engine_of_another_version_is_refused() -> None:
     context.destroy(0)
 
 
+@pytest.mark.slow
 def test_killed_engine_loses_only_its_started_requests(deployment: Deployment) -> None:
     """Other requests are answered by the other instances. The instance is used again after its engine has restarted."""
     complete = Stream(deployment.decode[0]).rest()[0]
@@ -303,6 +304,7 @@ def test_leaving_instance_answers_its_requests(deployment: Deployment) -> None:
     deployment.decode = [staying]
 
 
+@pytest.mark.slow
 def test_instance_with_other_fingerprint_is_refused_or_reported(deployment: Deployment, tmp_path: Path) -> None:
     """The first router rejects the instance, the second allows it by ``--allow-fingerprint-mismatch``."""
     before = deployment.states
@@ -483,6 +485,7 @@ def test_router_uses_only_instances_with_equal_weights(tmp_path: Path) -> None:
         until(lambda: ask().status_code == 200)
 
 
+@pytest.mark.slow
 def test_pd_command_starts_and_shows_deployment(tmp_path: Path) -> None:
     command = (sys.executable, "-m", "penstock.cli.main", "pd")
     (port,) = free_ports(1)

@@ -256,6 +256,7 @@ def test_penstock_api_key_overrides_vllm_api_key() -> None:
     assert read({"api_key": ["flag"]}, None, environment, load("vllm")).configuration.server.api_key == ("flag",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shim", "command", "variable"),
     [

@@ -218,6 +218,7 @@ def test_openai_concurrent_requests_get_equal_answers(server: Served) -> None:
     asyncio.run(asyncio.wait_for(ask(), 60))
 
 
+@pytest.mark.slow
 def test_litellm_chats_and_streams(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     import litellm
@@ -249,6 +250,7 @@ def test_litellm_tool_is_called_and_result_is_read(server: Served, monkeypatch: 
     assert message.tool_calls and second.choices[0].message.content
 
 
+@pytest.mark.slow
 def test_langchain_fields_for_other_models_are_accepted(server: Served) -> None:
     from langchain_core.messages import AIMessage, HumanMessage
     from langchain_openai import ChatOpenAI
@@ -292,6 +294,7 @@ GREEDY = {"temperature": 0, "top_p": 1, "top_k": 0}
 SAMPLED = {"temperature": 1.2, "top_p": 0.9, "top_k": 50, "seed": 7, "n": 3}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
 def test_answers_equal_llm_bitwise(plain: httpx.Client, llm: LLM, sampling: dict[str, Any]) -> None:
     (expected,) = llm.chat(STORY, SamplingParams(max_tokens=60, logprobs=2, **sampling), use_tqdm=False)
@@ -826,6 +829,7 @@ def test_headers_beyond_limit_in_one_packet_are_refused(strict: Served) -> None:
     assert received.startswith(b"HTTP/1.1 431 ")
 
 
+@pytest.mark.slow
 def test_silent_client_gets_timeout_error(strict: Served) -> None:
     start = time.monotonic()
     received, _ = talk(strict, head("content-length: 100", body='{"prompt": '))
@@ -837,6 +841,7 @@ def test_silent_client_gets_timeout_error(strict: Served) -> None:
     assert (received, closed) == (b"", True), "an incomplete head must get no response"
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("length", [100, 100_000])
 def test_connection_is_closed_after_incomplete_body(strict: Served, length: int) -> None:
     _, closed = talk(strict, head(f"content-length: {length}", body='{"prompt": '))
@@ -865,6 +870,7 @@ def test_connection_is_reused_after_errors_and_streams(server: Served) -> None:
             assert connection.sock is used_socket
 
 
+@pytest.mark.slow
 def test_max_concurrency_and_request_timeout_are_enforced() -> None:
     """The server is started with ``--max-concurrency 1`` and ``--request-timeout 1.5``."""
     body = {"prompt": "The sea", "max_tokens": 2000, "ignore_eos": True, "n": 8}
@@ -1032,6 +1038,7 @@ def test_tls_key_without_certificate_is_reported() -> None:
     assert "ssl_certfile" in start_error("--port", "0", "--ssl-keyfile", __file__)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("option", "message"),
     [("--ssl-certfile", "ssl_certfile"), ("--chat-template", "chat_template"), ("--tokenizer", "tokenizer")],
@@ -1043,6 +1050,7 @@ def test_invalid_file_option_is_reported(option: str, message: str, tmp_path: Pa
     assert message in start_error("--port", "0", option, str(file))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json"])
 def test_broken_checkpoint_is_reported(name: str, tmp_path: Path) -> None:
     model = tmp_path / "model"

@@ -11,6 +11,7 @@ import pytest
 from serving import Served
 
 
+@pytest.mark.slow
 def test_modules_of_the_working_directory_do_not_shadow_libraries(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

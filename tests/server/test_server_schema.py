@@ -192,6 +192,7 @@ def test_mutated_request_causes_no_internal_error(client: httpx.Client, path: st
     check_response(client.post(path, content=body[:begin] + data.draw(st.binary(max_size=3)) + body[end:]))
 
 
+@pytest.mark.slow
 @given(PATHS, st.data())
 @drawn(250)
 def test_any_value_of_any_field_causes_no_internal_error(client: httpx.Client, path: str, data: st.DataObject) -> None:
@@ -305,6 +306,7 @@ def roomy() -> Iterator[Served]:
         yield served
 
 
+@pytest.mark.slow_after(8)
 @pytest.mark.parametrize("name", LARGE)
 def test_large_request_does_not_delay_other_clients(roomy: Served, name: str) -> None:
     """Requests of other clients take little processor time of the server. Unlike wall-clock time, processor time does

@@ -159,6 +159,7 @@ def test_files_expire_after_requested_time(clients: list[openai.OpenAI]) -> None
     assert output.expires_at == output.created_at + 7200
 
 
+@pytest.mark.slow
 def test_expired_objects_are_removed(tmp_path: Path) -> None:
     """An idle server removes expired rows and files. Its database is an earlier version, without a size column."""
     flags = ("--storage-dir", str(tmp_path), "--num-gpu-blocks-override", "100")
@@ -203,6 +204,7 @@ def open_each(folders: list[str], barrier: Barrier) -> None:
         Database(ServerOptions(storage_dir=folder))
 
 
+@pytest.mark.slow
 def test_processes_can_open_new_database_at_same_time(tmp_path: Path) -> None:
     """API processes open the database at the same time. Without precautions, SQLite refuses this sometimes (1 of 240
     attempts in a measurement)."""

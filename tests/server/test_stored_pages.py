@@ -141,6 +141,7 @@ def test_pages_add_up_to_complete_list(
         assert times == sorted(times, reverse=order == "desc")
 
 
+@pytest.mark.slow
 def test_oversized_conversation_is_paged_but_refused_as_context(served: Served, folder: Path) -> None:
     """Reading a page takes little memory. A response in the conversation is refused before its items are read."""
     client, (api,) = client_of(served), served.pids["api"]
@@ -169,6 +170,7 @@ def test_oversized_conversation_is_paged_but_refused_as_context(served: Served, 
     client.conversations.delete(conversation.id)
 
 
+@pytest.mark.slow
 def test_long_response_chain_is_refused_before_reading(served: Served, folder: Path) -> None:
     client, (api,) = client_of(served), served.pids["api"]
     first = client.responses.create(**PLAIN, input="Hello!")
@@ -271,6 +273,7 @@ time.time = lambda: _time() + float(_offset.read_text() or 0)
 """Code of a ``sitecustomize`` module that shifts the clock of every server process by the seconds in a file."""
 
 
+@pytest.mark.slow
 def test_background_response_survives_clock_step(tmp_path: Path) -> None:
     offset = tmp_path / "offset"
     offset.write_text("0")

@@ -47,6 +47,7 @@ def until(client: openai.OpenAI, name: str, condition: Callable[[Response], bool
     return response
 
 
+@pytest.mark.slow
 @pytest.mark.row("responses", "responses.retrieve", "cancel", "delete", "input_items", "previous_response_id")
 @pytest.mark.parametrize("stream", [False, True])
 def test_previous_response_id_continues_conversation(client: openai.OpenAI, stream: bool) -> None:
@@ -133,6 +134,7 @@ def test_background_response_is_computed_and_cancelled(client: openai.OpenAI) ->
         client.responses.cancel(client.responses.create(**PLAIN, input=CAPITAL).id)
 
 
+@pytest.mark.slow
 def test_stored_responses_survive_restart_and_kill(tmp_path: Path) -> None:
     """After a restart, stored responses are still available. A background response of a killed process has failed."""
     url = f"sqlite:///{tmp_path}/own.db"
@@ -177,6 +179,7 @@ def test_cancelled_or_deleted_responses_are_not_overwritten_by_results(client: o
             client.responses.retrieve(name)
 
 
+@pytest.mark.slow
 def test_pages_of_other_sites_cannot_read_storage(tmp_path: Path) -> None:
     """Without API keys, any web page could send requests through a browser on this machine."""
     with Served("--storage-dir", str(tmp_path), "--allowed-origins", "https://friend.example") as server:
@@ -190,11 +193,13 @@ def test_pages_of_other_sites_cannot_read_storage(tmp_path: Path) -> None:
         assert httpx.get(f"{server.root}/v1/models", headers={"Origin": "https://other.example"}).status_code == 200
 
 
+@pytest.mark.slow
 def test_storage_url_is_masked(tmp_path: Path) -> None:
     with Served("--storage-url", f"sqlite:///{tmp_path}/own.db?secret=word") as server:
         assert "secret=word" not in httpx.get(f"{server.root}/config-info").text + "".join(server.lines)
 
 
+@pytest.mark.slow
 def test_responses_expire_after_retention(tmp_path: Path) -> None:
     with Served("--storage-dir", str(tmp_path), "--storage-retention", "0.00001") as server:
         client = client_of(server, "none")
@@ -204,6 +209,7 @@ def test_responses_expire_after_retention(tmp_path: Path) -> None:
             assert time.monotonic() < deadline
 
 
+@pytest.mark.slow
 def test_unusable_database_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for flags, message in (

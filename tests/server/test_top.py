@@ -50,6 +50,7 @@ def test_once_prints_running_requests(servers: Servers) -> None:
     assert result.stdout.count(" running ") == 2  # one table row per request
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("key", ["q", "Ctrl-C"])
 def test_terminal_view_fits_and_restores_settings(servers: Servers, key: str) -> None:
     server = servers.get("--num-gpu-blocks-override", "400")
@@ -97,6 +98,7 @@ def test_dumb_terminal_gets_no_escapes(servers: Servers) -> None:
     os.close(master)
 
 
+@pytest.mark.slow
 def test_unreachable_server_or_missing_key_is_reported() -> None:
     (port,) = free_ports(1)
     result = run_in_process(main, "top", "--url", f"http://127.0.0.1:{port}", "--once")

@@ -178,6 +178,7 @@ def test_health_checks_and_metrics_are_not_traced(server: Served, collector: Col
     assert not collector.wait(lambda _: True, trace)
 
 
+@pytest.mark.slow
 def test_dead_collector_loses_spans_but_no_requests(tmp_path: Path) -> None:
     with run_collector(tmp_path) as collector, Served("--otlp-endpoint", collector.http) as server:
         body = {"prompt": "a", "max_tokens": 1}
@@ -192,6 +193,7 @@ def test_dead_collector_loses_spans_but_no_requests(tmp_path: Path) -> None:
         assert re.search(r'penstock:trace_spans_total\{outcome="dropped"\} [1-9]', page)
 
 
+@pytest.mark.slow
 def test_silent_collector_drops_and_counts_spans() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the collector accepts connections but never responds
         tracer = start_tracer(LogOptions(otlp_endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}"), "test")
@@ -203,6 +205,7 @@ def test_silent_collector_drops_and_counts_spans() -> None:
         assert tracer.counts.exported == 0
 
 
+@pytest.mark.slow
 def test_prefill_and_decode_instances_share_one_trace(collector: Collector, tmp_path: Path) -> None:
     trace, flags = "9".rjust(32, "0"), ("--otlp-endpoint", collector.grpc)
     with Deployment(tmp_path, "--pd-min-prefill-tokens", "100", *flags) as deployment:
@@ -229,6 +232,7 @@ def test_otlp_endpoint_without_scheme_is_refused() -> None:
     assert "otlp_endpoint: must begin with http://" in usage_error("--otlp-endpoint", "localhost:4317")
 
 
+@pytest.mark.slow
 def test_opentelemetry_is_not_imported_without_tracing() -> None:
     with Served(environment={"PYTHONPROFILEIMPORTTIME": "1"}) as server:
         imported = "\n".join(server.lines)

@@ -74,6 +74,7 @@ def save_screenshot(page: Page, name: str) -> None:
         page.screenshot(path=PICTURES / name)
 
 
+@pytest.mark.slow
 def test_chat_shows_answer_logprobs_and_edit(servers: Servers, page: Page) -> None:
     show(page, servers.get().root)
     page.check("[name=logprobs]")
@@ -94,6 +95,7 @@ def test_chat_shows_answer_logprobs_and_edit(servers: Servers, page: Page) -> No
     expect(page.locator("#prompt")).to_have_value(QUESTION)
 
 
+@pytest.mark.slow
 def test_request_shown_as_curl_and_python_gets_same_answer(servers: Servers, page: Page) -> None:
     show(page, servers.get().root)
     page.fill("[name=system]", 'It\'s "you".')
@@ -152,6 +154,7 @@ def test_tool_call_is_shown_and_result_can_be_sent(servers: Servers, page: Page)
     assert "21" in answered(page, 1)
 
 
+@pytest.mark.slow
 def test_image_can_be_attached(page: Page, tmp_path: Path) -> None:
     save_colours(tmp_path)
     picture = tmp_path / "blue.png"
@@ -187,6 +190,7 @@ def test_message_with_html_is_shown_as_text(servers: Servers, page: Page) -> Non
     assert page.title() == "Penstock"
 
 
+@pytest.mark.slow
 def test_api_key_is_requested_and_not_stored(page: Page) -> None:
     with Served("--api-key", "open sesame") as server:
         assert httpx.get(f"{server.root}/web/live").status_code == 401
@@ -203,6 +207,7 @@ def test_api_key_is_requested_and_not_stored(page: Page) -> None:
         assert "sesame" not in page.evaluate("JSON.stringify([location.href, {...localStorage}, document.cookie])")
 
 
+@pytest.mark.slow
 def test_live_view_shows_sequences_and_blocks(servers: Servers, page: Page) -> None:
     server = servers.get("--num-gpu-blocks-override", "400")
     page.set_viewport_size({"width": 1280, "height": 1000})
@@ -246,6 +251,7 @@ def test_live_view_shows_sequences_and_blocks(servers: Servers, page: Page) -> N
     expect(rows).to_have_count(0, timeout=30_000)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
 def test_page_has_no_accessibility_violations(servers: Servers, browser: Browser, scheme: str, width: int) -> None:
@@ -275,18 +281,21 @@ def test_page_size_is_limited(servers: Servers, browser: Browser) -> None:
     page.close()
 
 
+@pytest.mark.slow
 def test_no_web_serves_no_page() -> None:
     with Served("--no-web") as server:
         assert httpx.get(server.root).status_code in (404, 405)  # 405 if another dialect has a POST route at /
         assert httpx.get(f"{server.root}/web/live").status_code == 404
 
 
+@pytest.mark.slow
 def test_page_has_utf8_characters_in_ascii_locale() -> None:
     """The page's files are read as UTF-8 even if the locale's encoding is ASCII."""
     with Served(environment={"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}) as server:
         assert '"properties": {…}' in httpx.get(server.root).text
 
 
+@pytest.mark.slow
 def test_live_view_is_shown_under_root_path(page: Page) -> None:
     with Served("--root-path", "/llm") as server:
         show(page, f"{server.root}/llm/")

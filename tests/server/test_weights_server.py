@@ -147,6 +147,7 @@ def in_thread(work: Callable[[], Any]) -> Callable[[], Any]:
     return ThreadPoolExecutor(1).submit(work).result
 
 
+@pytest.mark.slow
 def test_weight_reload_during_streams_uses_expected_weights(
     served: Served, client: Client, folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]
 ) -> None:
@@ -217,6 +218,7 @@ def test_refused_weight_update_keeps_weights(
     assert client.tokens(20) == (oracles[0](PROMPT, 20), oracles[0].version)
 
 
+@pytest.mark.slow
 @pytest.mark.row("vllm", "POST /sleep", "POST /wake_up", "GET /is_sleeping")
 @pytest.mark.row("vllm", "POST /pause", "POST /resume", "GET /is_paused")
 def test_vllm_routes_sleep_and_pause_engine(served: Served, client: Client, oracles: tuple[Oracle, Oracle]) -> None:
@@ -258,6 +260,7 @@ def test_vllm_routes_sleep_and_pause_engine(served: Served, client: Client, orac
     assert client.get("/ready").status_code == 200
 
 
+@pytest.mark.slow
 def test_sglang_routes_update_weights(
     client: Client, folders: tuple[Path, Path], oracles: tuple[Oracle, Oracle]
 ) -> None:
@@ -274,6 +277,7 @@ def test_sglang_routes_update_weights(
     assert client.tokens(20) == (old(PROMPT, 20), old.version)
 
 
+@pytest.mark.slow
 @pytest.mark.row("fastdeploy", "/clear_load_weight", "/update_model_weight", "/v1/update_weights")
 @pytest.mark.row("fastdeploy", "/v1/pause", "/v1/resume", "/v1/is_paused", "/v1/sleep", "/v1/wakeup")
 def test_fastdeploy_routes_reload_weights(

@@ -90,6 +90,7 @@ def accepts_line_break(items: Any) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_no_regular_expression_accepts_a_line_break_at_its_end() -> None:
     """``$`` matches before a trailing line break, which would then get into headers and logs."""
     scanned = list(expressions())

@@ -124,6 +124,7 @@ def test_unknown_roles_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
 TURN_TEXT = st.text(st.characters(codec="utf-8"), max_size=20).filter(lambda text: "think>" not in text)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(turns=st.lists(st.tuples(TURN_TEXT, TURN_TEXT.map(lambda text: text.lstrip("\n"))), min_size=1, max_size=5))
 def test_each_prompt_begins_with_previous_prompt_and_answer(

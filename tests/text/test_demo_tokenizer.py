@@ -13,6 +13,7 @@ from penstock import demo
 MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 
 
+@pytest.mark.slow
 @settings(max_examples=500, deadline=None)
 @given(text=st.text(max_size=200))
 def test_any_unicode_round_trips(tokenizer: PreTrainedTokenizerFast, text: str) -> None:

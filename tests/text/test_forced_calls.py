@@ -60,6 +60,7 @@ def schema_of(arguments: dict[str, str]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(arguments)}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("call_format", TOOL_CALL_FORMATS, ids=lambda call_format: str(call_format.parsers[0]))
 @given(calls=st.dictionaries(NAMES, st.dictionaries(KEYS, VALUES, max_size=3), min_size=1, max_size=3), data=st.data())
 @example(calls={"user-profile/update": {"a": "b"}, "a:1": {}, "ns:do/it": {"user-id": "7"}, "2fa.send": {}}, data=None)

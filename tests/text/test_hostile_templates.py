@@ -126,6 +126,7 @@ def check_harm_is_contained(server: Served, path: str, kinds: tuple[str, ...]) -
     assert peak_resident(api) - before < 2**28
 
 
+@pytest.mark.slow
 def test_harmful_message_is_refused_and_other_stream_continues(served: Served) -> None:
     check_harm_is_contained(served, "/v1/chat/completions", ("loop", "growing"))
 
@@ -148,6 +149,7 @@ def test_slow_templates_do_not_delay_other_chats(served: Served) -> None:
         assert {each.result().status_code for each in slow} == {400}
 
 
+@pytest.mark.slow
 def test_slow_chats_of_one_client_do_not_starve_others() -> None:
     """Another client's chat waits for at most one rendering per process, however many slow chats are queued. Chats with
     many messages do not delay quick chats."""
@@ -197,6 +199,7 @@ def test_killed_template_process_is_restarted(served: Served) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_python_interfaces_refuse_harmful_messages(checkpoint: Path) -> None:
     once = SamplingParams(max_tokens=2, temperature=0)
     llm = LLM(str(checkpoint), num_gpu_blocks_override=50)
@@ -233,6 +236,7 @@ def _children_after_gc() -> list[int]:
     return children(os.getpid())
 
 
+@pytest.mark.slow
 def test_hung_api_process_is_restarted_and_others_continue() -> None:
     arguments = ("--api-server-count", "2", "--api-process-timeout", "6", "--num-gpu-blocks-override", "100")
     with Served(*arguments) as server:

@@ -75,6 +75,7 @@ def test_suffix_is_encoded_without_leading_space(tmp_path: Path) -> None:
     assert infill_format(tokenizer).ends == (tokenizer.token_to_id("▁<EOT>"),)
 
 
+@pytest.mark.slow
 def test_infill_without_fim_tokens_is_refused(servers: Servers) -> None:
     with pytest.raises(PenstockError, match="no fill-in-the-middle tokens"):
         infill_prompt(Tokenizer(demo.CHAT), PREFIX, SUFFIX)

@@ -82,6 +82,7 @@ HOSTILE: dict[Callable[[Path], None], str] = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("damage", HOSTILE, ids=lambda damage: damage.__name__)
 def test_hostile_files_are_refused_in_one_sentence(folder: Path, damage: Callable[[Path], None]) -> None:
     damage(folder)

@@ -391,6 +391,7 @@ HARMONY = f"<|channel|>commentary to=functions.add <|constrain|>json<|message|>{
 FRAGMENTS += [HARMONY, "<|channel|>analysis<|message|>"]
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("tools", TOOLS)
 @pytest.mark.parametrize("stage", list(ReasoningStage))
 @given(data=st.data())

@@ -95,6 +95,7 @@ TOKEN = st.text(st.sampled_from("ab\u2581 Ġéß#<>0x41_河\n"), min_size=1, max
 )
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", [name for name in DECODERS if name not in REFUSED])
 @given(data=st.data())
 @settings(deadline=None)

@@ -42,6 +42,7 @@ def ask(client: openai.OpenAI, stream: bool, messages: Any = SUM, **fields: Any)
 both = pytest.mark.parametrize("stream", [False, True])
 
 
+@pytest.mark.slow_after(1)
 @both
 def test_thought_is_separated_from_content(client: openai.OpenAI, stream: bool) -> None:
     reply = ask(client, stream, extra_body=THINK)
@@ -138,6 +139,7 @@ def test_invalid_or_conflicting_limits_are_refused(client: openai.OpenAI) -> Non
             client.completions.create(model="default", prompt="x", extra_body={field: 1})
 
 
+@pytest.mark.slow
 def test_thoughts_do_not_depend_on_the_batch() -> None:
     """Thoughts also do not depend on logprobs, chunked prefill, ``n`` samples, preemption or speculative decoding."""
     questions = [[{"role": "user", "content": f"What is {i} + {2 * i} + 56?"}] for i in (12, 23)]
@@ -207,6 +209,7 @@ def tokenizer_with(folder: Path, change: Callable[[dict[str, Any]], dict[str, An
     return folder
 
 
+@pytest.mark.slow
 def test_special_token_markers_are_parsed_and_not_in_content(tmp_path: Path) -> None:
     tokenizer = tokenizer_with(tmp_path, lambda token: token | {"special": True})
     special, plain = LLM(num_gpu_blocks_override=200, tokenizer=tokenizer), LLM(num_gpu_blocks_override=200)
@@ -229,6 +232,7 @@ def test_special_token_markers_are_parsed_and_not_in_content(tmp_path: Path) -> 
     assert shown.message.content == "</think>" * 5
 
 
+@pytest.mark.slow
 def test_multi_token_markers_are_parsed_and_limits_refused(tmp_path: Path) -> None:
     tokenizer = tokenizer_with(tmp_path, lambda token: token if "think" not in token["content"] else None)
     llm = LLM(num_gpu_blocks_override=200, tokenizer=tokenizer)
