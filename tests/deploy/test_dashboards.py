@@ -17,6 +17,8 @@ import yaml
 from repository import ROOT
 from serving import Served, free_ports
 
+pytestmark = pytest.mark.slow
+
 PROMETHEUS = shutil.which("prometheus")
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "deploy/grafana/penstock.json").read_text())
 VARIABLES = {"$model": ".*", "$job": ".*", "$__rate_interval": "1m"}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from request_path import PAGE, Called, page_with, streamed_chat
 
+pytestmark = pytest.mark.slow
+
 MAX_FILES = 45
 """Maximum number of files per process."""
 

@@ -23,7 +23,10 @@ from repository import ROOT
 
 from penstock.config.settings import settings
 
-pytestmark = pytest.mark.skipif(find_spec("zensical") is None, reason="needs pip install --group docs")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("zensical") is None, reason="needs pip install --group docs"),
+]
 SITE = ROOT / "build/site"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 LOADED = {"script", "img", "iframe", "source", "video", "audio", "embed", "object", "link", "form"}
@@ -148,7 +151,6 @@ def test_pages_link_to_their_translation(site: dict[Path, Page]) -> None:
         assert target == (other if other.exists() else SITE / "zh/index.html"), name
 
 
-@pytest.mark.slow
 def test_version_selector_lists_versions(site: dict[Path, Page], tmp_path: Path) -> None:
     sys.path.insert(0, str(ROOT / "scripts/docs"))
     try:
@@ -182,7 +184,6 @@ def test_version_selector_lists_versions(site: dict[Path, Page], tmp_path: Path)
         browser.close()
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt install chromium)")
 def test_search_finds_pages_in_both_languages(site: dict[Path, Page], address: str) -> None:
     """The search sends no requests to other hosts, and causes no script errors."""

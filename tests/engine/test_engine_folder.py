@@ -322,6 +322,7 @@ BUILD = [sys.executable, "-m", "penstock.cli.main", "build", "--tensor-parallel-
 BUILD += ["--max-shard-size", "200KB"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "kills"), [(1, 1), pytest.param(2, 20, marks=pytest.mark.thorough)])
 def test_killed_build_is_resumed(tmp_path: Path, workers: int, kills: int) -> None:
     assert main([*BUILD[3:], "--output-dir", str(tmp_path / "whole")]) == 0

@@ -55,6 +55,8 @@ pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built",
 # the module imports the compiled kernels
 from penstock.parallel.shared_memory import PeerLink, SharedMemoryGroup, create_memory
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT = 4.0
 """Value of ``engine_iteration_timeout`` in seconds."""
 
@@ -283,7 +285,6 @@ def test_lost_node_is_named_and_rejoins(machines: Namespaces, checkpoint: Path, 
         served.kill()
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("shared_secret")
 def test_step_failing_on_one_node_fails_on_all(
     machines: Namespaces, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -346,7 +347,6 @@ def test_drafts_on_several_nodes_keep_tokens(machines: Namespaces, tmp_path: Pat
 # --- The start --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_mismatched_nodes_are_refused(
     machines: Namespaces, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -549,7 +549,6 @@ def test_keep_alive_accepts_any_timeout(timeout: float) -> None:
 # --- The server -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.row("vllm", "--nnodes", "-n", "--node-rank", "-r", "--master-addr", "--master-port", "--headless")
 @pytest.mark.usefixtures("shared_secret")
 def test_server_recovers_from_killed_node(machines: Namespaces, checkpoint: Path) -> None:
@@ -632,7 +631,6 @@ def test_nodes_rejoin_restarted_engine(machines: Namespaces, checkpoint: Path) -
 # --- Started like other systems ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.row("paddlenlp", "MP_NNODE", "POD_IPS", "POD_0_IP", "INTER_PROC_PORT", "start_server")
 @pytest.mark.usefixtures("shared_secret")
 def test_two_node_commands_of_paddlenlp_start_two_nodes(machines: Namespaces, tmp_path: Path) -> None:

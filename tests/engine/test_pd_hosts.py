@@ -19,6 +19,8 @@ from test_router import PROMPT, until
 from penstock.cli.main import main
 from penstock.engine.service.connection import HEARTBEAT_TIMEOUT
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("penstock.ops.cpu", reason="the CPU kernels were not built", exc_type=ImportError)
 
 
@@ -91,7 +93,6 @@ def text(answer: httpx.Response) -> str:
     return result
 
 
-@pytest.mark.slow
 def test_hosts_give_answer_of_single_server(hosts: Hosts) -> None:
     """Two ranks compute the prompt, one rank decodes, and KV is transferred over TCP."""
     with Served("--num-gpu-blocks-override", "120", "--generation-config", "vllm") as single:

@@ -103,6 +103,7 @@ def parallel(grid: Grid) -> dict[str, int]:
     return dict(zip(("tensor_parallel_size", "pipeline_parallel_size"), grid, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "grids"),
     [

@@ -31,6 +31,8 @@ from penstock.config.options import EngineOptions
 from penstock.engine.engine import Engine
 from penstock.ray import Arguments, app
 
+pytestmark = pytest.mark.slow
+
 BLOCKS = ("--num-gpu-blocks-override", "100")
 LONG = {"prompt": "One two three", "max_tokens": 1900, "ignore_eos": True, "temperature": 0, "stream": True}
 LLM_APP = "ray.serve.llm:build_openai_app"
@@ -71,7 +73,6 @@ def bits(answer: dict[str, Any]) -> Any:
     return [(choice["text"], choice["logprobs"]) for choice in answer["choices"]]
 
 
-@pytest.mark.slow
 def test_answers_on_ray_equal_answers_of_server(deployed: RayCommand, servers: Servers) -> None:
     """Answers of several dialects are compared, and a stream's text."""
     served = servers.get(*BLOCKS)

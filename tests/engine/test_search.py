@@ -67,6 +67,7 @@ def token_logprobs(model: PreTrainedModel, prompt: list[int], made: list[int]) -
     return rows.gather(-1, torch.tensor(made)[:, None])[:, 0].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ["qwen3", pytest.param("llama", marks=pytest.mark.thorough)])
 def test_beams_equal_beams_of_transformers(config: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Requests run alone, and then in a batch with small KV caches and short chunks."""

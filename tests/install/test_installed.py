@@ -26,6 +26,8 @@ from test_hub import WANTED, Client, Hub, contents
 from test_packaging import distribution
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+pytestmark = pytest.mark.slow
+
 TORCH = re.findall(r"torch==[\d.]+", (ROOT / "Makefile").read_text())[0]
 ADDRESS = "http://127.0.0.1:8000"
 SMALL = ("--num-gpu-blocks-override", "200")
@@ -185,7 +187,6 @@ def test_wheel_installs_one_command_and_no_test_tools(clean: Clean) -> None:
     assert not {distribution(name) for name in installed} & {"pytest", "httpx", "openai", "transformers", "grpcio"}
 
 
-@pytest.mark.slow
 def test_every_command_prints_help(clean: Clean) -> None:
     output = clean.run(clean.penstock, "--help").stdout
     commands = [[name] for name in re.findall(r"^    ([a-z-]+)\s", output, re.MULTILINE)]
@@ -222,7 +223,6 @@ def test_command_without_its_extra_names_the_extra(clean: Clean, arguments: list
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.slow
 def test_models_are_downloaded_from_a_hub(clean: Clean, tmp_path: Path) -> None:
     """The hub resets one of the connections during the download."""
     hub = Hub()
@@ -239,7 +239,6 @@ def test_models_are_downloaded_from_a_hub(clean: Clean, tmp_path: Path) -> None:
         hub.stop()
 
 
-@pytest.mark.slow
 def test_shims_of_other_systems_run(clean: Clean, tmp_path: Path) -> None:
     assert clean.run(clean.penstock, "shims", tmp_path).returncode == 0
     for command in (
@@ -256,7 +255,6 @@ def test_shims_of_other_systems_run(clean: Clean, tmp_path: Path) -> None:
 # --- A conversation ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_chat_runs_a_model_in_a_terminal(full: Clean) -> None:
     with Person(full.home, *SMALL, "--temperature", "0", command=[str(full.penstock), "chat"]) as person:
         person.see("> ")
@@ -264,7 +262,6 @@ def test_chat_runs_a_model_in_a_terminal(full: Clean) -> None:
         person.see("Ottawa", limit=60)
 
 
-@pytest.mark.slow
 def test_chat_connects_to_a_server(clean: Clean) -> None:
     """The server runs in the environment of the tests, so that clean environments without torch are tested, too."""
     with Served(*SMALL) as server:
@@ -287,7 +284,6 @@ def snippets(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.slow
 def test_readme_python_runs(full: Clean, served: Served) -> None:
     programs = [code.replace(ADDRESS, served.root) for code in snippets("python")]
     assert len(programs) == 2
@@ -298,7 +294,6 @@ def test_readme_python_runs(full: Clean, served: Served) -> None:
         assert client or "渥太华" in result.stdout
 
 
-@pytest.mark.slow
 def test_readme_commands_run(full: Clean, served: Served) -> None:
     """``MODEL`` is the built-in model. Installation and commands with separate tests (chat, bench, download, quantize,
     serve, top) do not run."""
@@ -334,7 +329,6 @@ def extras(full: Clean) -> Clean:
     return full
 
 
-@pytest.mark.slow
 def test_grpc_responds_with_its_extra(extras: Clean) -> None:
     with extras.serve("--grpc-port", "0") as served:
         address = served.find(r"gRPC at (\S+)")[1]
@@ -342,7 +336,6 @@ def test_grpc_responds_with_its_extra(extras: Clean) -> None:
             assert client.is_server_ready() and client.is_model_ready("ensemble")
 
 
-@pytest.mark.slow
 def test_bench_serve_runs_with_its_extra(extras: Clean, served: Served) -> None:
     (line,) = [line for block in snippets("sh") for line in block.splitlines() if "bench serve" in line]
     command = line.partition("#")[0].rstrip() + f" --base-url {served.root} --num-prompts 4 --random-output-len 8"

@@ -262,6 +262,7 @@ def test_attention_matches_reference(seed: int, monkeypatch: pytest.MonkeyPatch)
     assert_close(got, reference.attention(q, theirs, metadata, AttentionOptions(dim**-0.5, window, **options)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "quantization"),
     [

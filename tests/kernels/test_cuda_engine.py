@@ -196,6 +196,7 @@ def test_tensor_parallel_tokens_equal_single_rank(checkpoint: Path) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [pytest.param(LlamaConfig, marks=pytest.mark.thorough), Qwen3Config])
 def test_tokens_equal_reference_backend(tmp_path: Path, family: Any) -> None:
     more = {"sliding_window": None} if family is Qwen3Config else {"attention_bias": True}

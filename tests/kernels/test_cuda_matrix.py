@@ -161,6 +161,7 @@ ROWS = ("none", "w8a8", "wint4-g32", "fp8 blocks", "4 bits, offsets, 8-bit activ
 """Formats of the default suite; each other format, tested with ``thorough``, is similar to one of them."""
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "name",
     [

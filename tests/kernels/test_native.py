@@ -23,6 +23,7 @@ def penstock(*arguments: str, **environment: str) -> subprocess.CompletedProcess
     return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[] if name == "portable" else pytest.mark.thorough) for name in kernels.available()],

@@ -329,6 +329,7 @@ def test_family_matches_transformers(checkpoint: tuple[Path, PreTrainedModel], o
                 assert logprob == pytest.approx(row[token].item(), abs=5e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "checkpoint", [FEW[0], pytest.param(FEW[1], marks=pytest.mark.thorough), FEW[2]], indirect=True
 )

@@ -278,6 +278,7 @@ KINDS = ["float32 none auto", "bfloat16 w8a8 int8"]
 MORE_KINDS = ["bfloat16 none auto", "bfloat16 none int8"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.thorough) for kind in MORE_KINDS)])
 def test_outputs_do_not_depend_on_the_batch(checkpoint: Path, kind: str) -> None:
     """Tests engines with random chunks, prefix caching, preemption, host and disk tiers, drafts and adapters."""

@@ -77,6 +77,7 @@ def test_eagain_means_process_limit_only_for_process_creation() -> None:
     assert "(ulimit -u)" in process_error
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "fault", [pytest.param(name, marks=[pytest.mark.thorough] * (name == "address space")) for name in STARTS]
 )

@@ -73,6 +73,7 @@ def drawn(examples: int) -> Any:
 # --- The document ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["fuzzing", pytest.param("coverage", marks=pytest.mark.thorough)])
 def test_responses_conform_to_document(server: Served, tmp_path: Path, phase: str) -> None:
     """Random requests get responses as documented. Invalid requests and undocumented methods are refused.

@@ -26,6 +26,8 @@ from tritonclient.utils import InferenceServerException
 
 from penstock import LLM, SamplingParams, demo
 
+pytestmark = pytest.mark.slow
+
 PROMPT, TOKENS = "The story of a fox:", 14
 BLOCKS = ("--num-gpu-blocks-override", "200")
 FIRST = ("--model", str(demo.CHAT), "--served-model-name", "penstock-demo")
@@ -182,7 +184,6 @@ def test_models_and_states_are_listed(
     assert after["penstock-demo"] == before["penstock-demo"]
 
 
-@pytest.mark.slow
 def test_unload_waits_for_requests_and_model_can_be_reloaded(
     served: Served, client: openai.OpenAI, repository: triton.InferenceServerClient, alone: dict[str, str]
 ) -> None:
@@ -229,7 +230,6 @@ def test_unload_waits_for_requests_and_model_can_be_reloaded(
     assert states(repository)["small"] == "READY"
 
 
-@pytest.mark.slow
 def test_failed_load_does_not_affect_other_models(
     served: Served, client: openai.OpenAI, repository: triton.InferenceServerClient, alone: dict[str, str]
 ) -> None:
@@ -254,7 +254,6 @@ def test_failed_load_does_not_affect_other_models(
     assert complete(client, "small") == alone["small"]
 
 
-@pytest.mark.slow
 def test_killed_engine_does_not_affect_other_models(
     served: Served, client: openai.OpenAI, alone: dict[str, str]
 ) -> None:
@@ -271,7 +270,6 @@ def test_killed_engine_does_not_affect_other_models(
     assert complete(retrying_client, "small") == alone["small"]
 
 
-@pytest.mark.slow
 def test_model_with_repeatedly_dying_engine_is_unloaded(
     served: Served, client: openai.OpenAI, repository: triton.InferenceServerClient, alone: dict[str, str]
 ) -> None:
@@ -302,7 +300,6 @@ def wait(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.slow
 def test_unloading_engine_unloads_dependent_models(
     served: Served, client: openai.OpenAI, repository: triton.InferenceServerClient, alone: dict[str, str]
 ) -> None:
@@ -338,7 +335,6 @@ def empty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Pa
         yield served, folder
 
 
-@pytest.mark.slow
 def test_server_may_start_without_models(empty: tuple[Served, Path]) -> None:
     served, _ = empty
     assert re.search(r"ready: no model at", "\n".join(served.lines))
@@ -352,7 +348,6 @@ def test_server_may_start_without_models(empty: tuple[Served, Path]) -> None:
     complete(client, "small")  # the restarted API process knows the loaded model
 
 
-@pytest.mark.slow
 def test_waiting_request_gets_error_when_model_load_fails(empty: tuple[Served, Path]) -> None:
     served, folder = empty
     moved_folder = folder.with_name("away")
@@ -431,7 +426,6 @@ def two_engines(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
 @pytest.mark.row("triton", "--multi-model", "--tensorrt_llm_model_name", "--load-model", "--model-control-mode")
 @pytest.mark.row("triton", "folders whose models have other names")
 def test_repository_may_have_several_engines(two_engines: Path, alone: dict[str, str]) -> None:
@@ -480,7 +474,6 @@ def test_invalid_repository_is_refused(
     assert message in usage_error("--compat", "triton", "--model-repository", str(two_engines), *flags)
 
 
-@pytest.mark.slow
 @pytest.mark.row("triton", "config.pbtxt")
 def test_folder_of_checkpoints_is_a_model_repository(tmp_path: Path, alone: dict[str, str]) -> None:
     """Models can be unloaded only with ``--model-control-mode explicit``."""
@@ -524,7 +517,6 @@ def test_wrong_models_option_prints_one_sentence(flags: list[str], message: str)
     assert message in sentence
 
 
-@pytest.mark.slow
 def test_oversized_tokenizer_stops_start(oversized: Path) -> None:
     result = subprocess.run(
         [*SERVE, "--port", "0", "--model", str(oversized)], capture_output=True, text=True, timeout=60

@@ -162,6 +162,7 @@ def compare(folder: Path, ids: list[int] | None = None, templated: bool = True) 
         assert ours.render(messages, tools=tools) == expected
 
 
+@pytest.mark.slow
 @given(files=checkpoints())
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 def test_settings_are_read_from_any_allowed_file(
