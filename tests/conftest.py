@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import executors
 import httpx
+import hypothesis
 import pytest
 from serving import Servers
 
@@ -36,6 +37,10 @@ SLOWEST_FIRST = (
     "thoughts scheduler rerank responses seed_vllm chat_prompts cuda_experts pd_hosts kserve ray paddlenlp_server"
 ).split()
 """Test files that take longest, slowest first. They start first, so that none of them is the last one running."""
+
+
+hypothesis.settings.register_profile("penstock", deadline=None)  # by default, an example fails after 0.2 s
+hypothesis.settings.load_profile("penstock")
 
 
 EVERY_CORE = frozenset(os.sched_getaffinity(0))

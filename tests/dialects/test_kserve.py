@@ -500,7 +500,7 @@ def test_min_length_beams_padding_and_priority_take_effect(
         return httpx.post(f"{served.root}/v2/models/ensemble/infer", json=body, timeout=60)
 
     assert infer({"priority": 3, "timeout": 10, "mine": "a"}).status_code == 200
-    assert infer({"priority": -1}).json() == {"error": "priority: must be an integer from 0 to 2147483647"}
+    assert infer({"priority": -1}).json() == {"error": "priority: must be an integer from 0 to 2147483647, is -1"}
     answer = infer({"binary_data_output": True})
     assert int(answer.headers["inference-header-content-length"]) < len(answer.content)
 

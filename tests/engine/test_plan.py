@@ -282,7 +282,7 @@ def test_plan_of_hub_model_downloads_only_configuration(tmp_path: Path, monkeypa
         (["--input-len", "0"], "input_len: must be above 0"),
         (["--gpu-memory", "0.001"], "its weights leave"),
         (["--max-model-length", "5"], "did you mean --max-model-len?"),
-        (["--speculative-config", '{"method": "eagle3"}'], "name the folder of the eagle3 heads"),
+        (["--speculative-config", '{"method": "eagle3"}'], "set it to the folder of the eagle3 heads"),
         (["--speculative-config", '{"model": "/nowhere"}'], "/nowhere has no config.json"),
     ],
 )

@@ -498,7 +498,7 @@ def test_mismatched_heads_are_refused(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"method": "eagle3"}, "name the folder of the eagle3 heads"),
+        ({"method": "eagle3"}, "set it to the folder of the eagle3 heads"),
         ({"method": "medusa"}, "has no medusa heads"),
         ({"method": "eagle3", "model": "HEAD/medusa"}, "layers|has no tensor"),
         ({"method": "medusa", "model": "HEAD/eagle"}, "has no medusa heads"),

@@ -271,7 +271,7 @@ def test_least_recently_used_files_are_removed(
     before = files()
     with caplog.at_level(logging.INFO):
         start(checkpoint, cache, "none", 0.5 * first.stat().st_size / 2**30)
-    assert "not kept" in caplog.text and "weight_cache_size" in caplog.text
+    assert "packed weights are not stored" in caplog.text and "weight_cache_size" in caplog.text
     assert files() == before
     del running
 

@@ -159,7 +159,7 @@ def test_tensors_not_in_the_config_are_ignored_with_a_warning(
     save_file(tensors | more, tmp_path / "model.safetensors", {"format": "pt"})
     check(tmp_path, AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
     (record,) = [each for each in caplog.records if "tensors of the checkpoint are ignored" in each.getMessage()]
-    assert "3 tensors of the checkpoint are ignored, as config.json does not say" in record.getMessage()
+    assert "3 tensors of the checkpoint are ignored, because config.json does not describe them" in record.getMessage()
     assert f"model.layers.0.{name}" in record.getMessage()
 
 

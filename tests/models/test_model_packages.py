@@ -107,7 +107,7 @@ def test_engine_and_api_processes_load_the_family_of_a_package(
 @pytest.mark.slow
 def test_architecture_is_refused_without_the_package(acme: tuple[Path, Any]) -> None:
     ran = subprocess.run([sys.executable, "-c", GENERATE, str(acme[0]), "1", "[]", "1"], capture_output=True, text=True)
-    assert ran.returncode and "architecture AcmeForCausalLM is not supported; supported are" in ran.stderr
+    assert ran.returncode and "architecture AcmeForCausalLM is not supported; supported:" in ran.stderr
 
 
 def test_configuration_of_every_family_is_read_without_torch(tmp_path: Path) -> None:

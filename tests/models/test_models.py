@@ -219,7 +219,7 @@ def break_checkpoint(folder: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("unknown architecture", "Qwen9ForCausalLM is not supported; supported are"),
+        ("unknown architecture", "Qwen9ForCausalLM is not supported; supported:"),
         ("missing tensor", r"no tensor model\.layers\.3"),
         ("wrong shape", r"shape \(96, 64\); config.json requires \(97, 64\)"),
         ("truncated", "is damaged"),

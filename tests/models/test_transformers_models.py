@@ -139,7 +139,7 @@ def test_auto_prefers_the_implementation_of_penstock(tmp_path: Path, caplog: pyt
         LLM(theirs, **options)
     (line,) = caplog.messages
     assert "StableLmForCausalLM is run by the modules of transformers" in line and "not batch-invariant" in line
-    with pytest.raises(PenstockError, match=r"StableLmForCausalLM is not supported; supported are .*--model-impl auto"):
+    with pytest.raises(PenstockError, match=r"StableLmForCausalLM is not supported; supported: .*--model-impl auto"):
         LLM(theirs, **options | {"model_impl": "penstock"})
 
 
@@ -147,7 +147,7 @@ def test_unknown_architecture_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     checkpoint("StableLmForCausalLM", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     monkeypatch.setitem(sys.modules, "transformers", None)  # as if transformers were not installed
-    with pytest.raises(PenstockError, match=r"supported are .* pip install 'penstock-llm\[transformers\]'"):
+    with pytest.raises(PenstockError, match=r"supported: .* pip install 'penstock-llm\[transformers\]'"):
         LLM(tmp_path, **OPTIONS | {"model_impl": "auto"})
     with pytest.raises(PenstockError, match=r"pip install 'penstock-llm\[transformers\]'"):
         LLM(tmp_path, **OPTIONS)
@@ -183,9 +183,9 @@ def test_unsupported_option_is_refused_before_reading_weights(tmp_path: Path) ->
     [
         ("hidden_size", 65, "hidden_size|divisible"),
         ("hidden_size", "x", "hidden_size is 'x'; it must be a whole number"),
-        ("intermediate_size", 97, "in another shape"),
+        ("intermediate_size", 97, "its shape is not that of config.json"),
         ("num_hidden_layers", 4, "lacks model.layers.3"),
-        ("quantization_config", {"quant_method": "gptq", "bits": 4}, "needs unquantized weights"),
+        ("quantization_config", {"quant_method": "gptq", "bits": 4}, "requires unquantized safetensors files"),
         ("torch_dtype", "load", "dtype is 'load'"),
     ],
 )
