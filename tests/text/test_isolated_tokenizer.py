@@ -141,7 +141,7 @@ def test_killed_process_is_restarted_and_close_ends_process(isolated: IsolatedTo
     expected = isolated.encode("the river")
     (pid,) = tokenizer_pids()
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(PenstockError, match="is restarted") as ended:
+    with pytest.raises(PenstockError, match="restarts with the next request") as ended:
         isolated.encode("the river")
     assert ended.value.failure.retryable
     assert isolated.encode("the river") == expected
