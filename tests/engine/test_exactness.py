@@ -302,6 +302,7 @@ def test_results_do_not_depend_on_batch(checkpoint: Path, kind: str) -> None:
     assert counts.wrong == 0, f"{counts.wrong} of {counts.requests} requests differ"
 
 
+@pytest.mark.slow
 def test_at_least_a_fifth_of_sequences_are_preempted(checkpoint: Path) -> None:
     """A sequence that is preempted several times counts once."""
     total = Counts(
