@@ -28,6 +28,15 @@ class ReasoningSpan(msgspec.Struct, frozen=True, array_like=True):
     """Tokens forced at the start of the output, including ``begin``, unless ``begun``. Empty: none are forced."""
 
 
+class GeneratedSequence(msgspec.Struct, frozen=True, array_like=True):
+    """Output so far of a sequence of a resumed request."""
+
+    token_ids: list[int]
+    """Generated tokens, without those of the prompt."""
+    finished: bool = False
+    """True if the sequence has ended, and is not to be continued."""
+
+
 def trace_log_fields(trace: Mapping[str, str]) -> dict[str, str]:
     """Log field ``trace_id`` of a W3C trace context; empty without a context."""
     return {"trace_id": trace["traceparent"].split("-")[1]} if trace else {}
@@ -68,6 +77,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     audio: AudioInput | None = None
     """Audio input of a speech recognition model."""
+    resumed: tuple[GeneratedSequence, ...] = ()
+    """Output so far of each sequence of a request that another engine began, by index; empty for a new request. The
+    engine computes prompt and output again, as after a preemption, and returns only the tokens that follow."""
     trace: dict[str, str] = {}
     """W3C trace context (``traceparent``, ``tracestate``) of the parent span; empty if the request is not traced."""
 

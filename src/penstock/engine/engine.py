@@ -283,7 +283,7 @@ class Engine:
         def prerequisites() -> list[Prerequisite]:
             required = []
             if constraint:
-                required.append(Prerequisite(self._grammar_compiler.compile(constraint), _set_guide))
+                required.append(Prerequisite(self._grammar_compiler.compile(constraint), _set_guide, True))
             if self.kv_connector and (imported := self.kv_connector.imports.prerequisite(request, adapter)):
                 required.append(imported)
             elif reading := self.scheduler.kv.read_prefix(request):
@@ -529,7 +529,7 @@ class Engine:
 
 
 def _set_guide(sequence: Sequence, grammar: Grammar) -> None:
-    sequence.guide = make_guide(sequence.request, grammar)
+    sequence.set_guide(make_guide(sequence.request, grammar))
 
 
 def _tree_blocks(speculative: SpeculativeConfig | None, options: EngineOptions, blocks: int) -> int:

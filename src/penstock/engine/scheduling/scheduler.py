@@ -156,10 +156,11 @@ class Scheduler:
         request = self.admission.validate_and_clamp(request)
         if request.request_id in self._groups:
             raise invalid("request_id", f"{request.request_id!r} is in use")
-        first = self.admission.new_sequence(request)
-        self.admission.check_queue(first)
-        self.admission.enqueue(first, prerequisites())
-        self._groups[request.request_id] = SequenceGroup(first)
+        sequences = self.admission.new_sequences(request)
+        if not request.resumed:
+            self.admission.check_queue(sequences[0])
+        self.admission.enqueue(sequences, prerequisites())
+        self._groups[request.request_id] = SequenceGroup(sequences)
 
     def enqueue_prepared(self) -> list[TokenDelta]:
         """Queue requests whose prerequisites are done. Returns the last deltas of those whose prerequisites failed."""
