@@ -91,4 +91,4 @@ def test_resumed_requests_have_bits_of_uninterrupted_ones(checkpoint: Path, kind
         second.close()
         for name, result in results(outputs).items():
             assert result == alone[name], name
-    assert num_resumed > 2 * ROUNDS
+    assert num_resumed >= ROUNDS
