@@ -480,7 +480,7 @@ class Engine:
         except WorkerLostError as error:
             failure = Failure(Code.UNAVAILABLE, f"the engine has failed: {error}")
         logger.error("the engine has failed: %s", failure.message)
-        return deltas + self._give_up(failure)
+        return [msgspec.structs.replace(delta, failure=failure) for delta in deltas] + self._give_up(failure)
 
     def _give_up(self, failure: Failure) -> list[TokenDelta]:
         """Set ``failure`` and end all requests. Returns their last deltas."""

@@ -200,7 +200,7 @@ class GenerationHandler(ABC):
     @property
     def max_model_len(self) -> int:
         """Context length in tokens. Raises ``PenstockError`` (``unavailable``) if no engine is ready."""
-        return self.service.gateway.engine_pool.require_engine().max_model_len
+        return self.service.gateway.engine_pool.known_engine().max_model_len
 
 
 def likeliest(position: PositionLogprobs, maximum: int) -> list[tuple[int, Logprob]]:

@@ -14,7 +14,7 @@ from penstock.core.sampling import MAX_SEQUENCES
 from .actions import EngineAction, EngineState
 from .snapshot import Snapshot
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of this protocol. Engines and clients on several hosts must have the same."""
 KEEP_ALIVE_INTERVAL = 1.0
 """Seconds between two ``KeepAlive`` messages of a client."""
@@ -26,6 +26,8 @@ ENGINE_ASLEEP = Failure(Code.UNAVAILABLE, "the engine sleeps; wake it up, then t
 """Error for requests while the engine sleeps."""
 ENGINE_STOPPING = Failure(Code.UNAVAILABLE, "the engine is stopping")
 """Error for requests after ``Stopping``."""
+ENGINE_STOPPED = Failure(Code.UNAVAILABLE, "the engine has stopped")
+"""Error for requests that have not ended within ``drain_timeout``."""
 
 # --- From clients to the engine --------------------------------------------------------------------------------------
 
@@ -123,6 +125,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """The option ``enable_prefix_caching``."""
     role: str = "mixed"
     """The option ``role``."""
+    max_waiting: int = 0
+    """The option ``max_waiting``."""
     state: EngineState = EngineState()
     """Weights and sleep state."""
     tokenizer_version: str = ""

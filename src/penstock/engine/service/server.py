@@ -201,6 +201,7 @@ class EngineServer:
             iteration_timeout=self._options.engine_iteration_timeout,
             prefix_caching=self._options.enable_prefix_caching,
             role=self._options.role,
+            max_waiting=self._options.max_waiting,
             state=self._sent_state,
             kv_address=connector.address if connector else "",
             tokenizer_version=tokenizer_version(self._options.model),
@@ -216,6 +217,8 @@ class EngineServer:
             if engine.has_pending:
                 self._heartbeat.beat(CHANGE_TIMEOUT)
             deltas = engine.step()
+            if engine.failure:  # the clients continue these requests on another engine
+                deltas = [delta for delta in deltas if delta.failure != engine.failure]
             self._after_step()
             if self._actions.pending:
                 self._broadcast_state()  # before any output of new weights
@@ -287,7 +290,7 @@ class EngineServer:
         while not self._receive(0):
             pass
         for request_id in self._engine.scheduler.request_ids():
-            self._send(self._engine.scheduler.abort(request_id, Failure(Code.UNAVAILABLE, "the engine has stopped")))
+            self._send(self._engine.scheduler.abort(request_id, messages.ENGINE_STOPPED))
         waited_for, deadline = set(self._remote_clients), time.monotonic() + DISCONNECT_TIMEOUT
         for client in waited_for:
             self._send_to(client, messages.Stopped())
