@@ -28,6 +28,10 @@ class ReasoningSpan(msgspec.Struct, frozen=True, array_like=True):
     """Tokens forced at the start of the output, including ``begin``, unless ``begun``. Empty: none are forced."""
 
 
+ISOLATED_DEATHS = 2
+"""Number of engines' deaths from which on a request is suspected to cause them."""
+
+
 class GeneratedSequence(msgspec.Struct, frozen=True, array_like=True):
     """Output so far of a sequence of a resumed request."""
 
@@ -80,6 +84,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     resumed: tuple[GeneratedSequence, ...] = ()
     """Output so far of each sequence of a request that another engine began, by index; empty for a new request. The
     engine computes prompt and output again, as after a preemption, and returns only the tokens that follow."""
+    uid: int = 0
+    """Random number that identifies the request in all engines that compute it; 0: none."""
+    deaths: int = 0
+    """Number of engines that died in a step with this request. From ``ISOLATED_DEATHS`` on it is computed alone."""
     trace: dict[str, str] = {}
     """W3C trace context (``traceparent``, ``tracestate``) of the parent span; empty if the request is not traced."""
 

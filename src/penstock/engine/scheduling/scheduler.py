@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from penstock.config.options import SchedulerOptions
 from penstock.core import Code, EngineRequest, Failure, FinishReason, TokenDelta
 from penstock.core.errors import CANCELLED, invalid
+from penstock.core.requests import ISOLATED_DEATHS
 
 from ..kv.block_pool import BlockPool
 from ..kv.cache_manager import KVCacheManager
@@ -161,6 +162,8 @@ class Scheduler:
             self.admission.check_queue(sequences[0])
         self.admission.enqueue(sequences, prerequisites())
         self._groups[request.request_id] = SequenceGroup(sequences)
+        if request.deaths >= ISOLATED_DEATHS:
+            self._planner.isolate(request.request_id)
 
     def enqueue_prepared(self) -> list[TokenDelta]:
         """Queue requests whose prerequisites are done. Returns the last deltas of those whose prerequisites failed."""

@@ -132,8 +132,8 @@ class Sequence:
     def set_guide(self, guide: Guide | None) -> None:
         """Use a new guide for the next token. Raises ``PenstockError`` (``internal``) if it rejects the tokens of a
         resumed sequence."""
-        for token in self.tokens[self.prompt_length :] if guide else ():
-            if not guide.accept_token(token):
+        for token in self.tokens[self.prompt_length :]:
+            if guide and not guide.accept_token(token):
                 message = "the grammar rejects the output of the engine that began the request"
                 raise PenstockError.of(guide.failure or Failure(Code.INTERNAL, message))
         self.guide = guide

@@ -82,6 +82,8 @@ class EngineClient:
             self._unavailable = Failure(Code.UNAVAILABLE, f"the engine at {self.name} has not answered yet")
         self.engine: messages.Ready | None = None
         """Report of the connected engine; None if none is connected."""
+        self.suspects = frozenset[int]()
+        """Requests in the fatal step of the engine lost last (``EngineRequest.uid``); empty if unknown."""
         self._stats = messages.Stats()
         self.adapters: dict[str, str] = {}
         """Name → folder of the LoRA adapters. Engines that connect without them load them."""
@@ -337,6 +339,7 @@ class EngineClient:
         if self._closed:
             return
         self._receive(all=True)
+        self.suspects = self._connection.suspects()
         self._connection.close()
         self._stats, self._clock_offset, self._stopping = messages.Stats(), None, False
         if not self._refusing:

@@ -135,6 +135,8 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """Address (host:port) from which decode instances pull KV; empty unless this is a prefill instance."""
     engine_address: str = ""
     """Address (host:port, with the bound port) for routers; empty for none."""
+    suspects: list[int] = []
+    """``EngineRequest.uid`` of the requests in the fatal step of the engine's previous process, if that died."""
     protocol: int = 0
     """``PROTOCOL`` of the engine."""
     version: str = ""
@@ -386,6 +388,8 @@ class Start(msgspec.Struct, frozen=True):
     """Index of the data-parallel replica."""
     weights: str = ""
     """Folder of the weights to load; empty for the model's."""
+    suspects: list[int] = []
+    """See ``Ready.suspects``."""
 
 
 class StartFailed(msgspec.Struct, tag=True, frozen=True):

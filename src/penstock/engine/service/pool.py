@@ -16,6 +16,7 @@ import msgspec
 
 from penstock.config.options import EngineOptions
 from penstock.core import Code, EngineRequest, Failure, GeneratedSequence, PenstockError, TokenDelta, Vocabulary
+from penstock.core.requests import ISOLATED_DEATHS
 
 from . import messages
 from .actions import EngineState, Inspect, LoadAdapter, ResetPrefixCache, Synchronize, UnloadAdapter
@@ -349,6 +350,7 @@ class EnginePool:
         if request.sampling.seed is None and not request.sampling.greedy:  # the same on every engine
             sampling = request.sampling.replace(seed=random.getrandbits(63))
             request = msgspec.structs.replace(request, sampling=sampling)
+        request = msgspec.structs.replace(request, uid=random.getrandbits(64))
         entry = OpenRequest(request)
         try:
             self._assign(entry)
@@ -413,6 +415,8 @@ class EnginePool:
                 entry.stop_waiting()  # nothing is left to compute
                 return
             request = msgspec.structs.replace(request, resumed=output)
+        if entry.deaths:
+            request = msgspec.structs.replace(request, deaths=entry.deaths)
         cached = self._cached_tokens(request)
         replica = self._route(request, available, cached)
         uncached = len(request.prompt) - cached[replica]
@@ -604,6 +608,10 @@ class EnginePool:
 
     def _on_replica_ready(self, replica: Replica, engine: messages.Ready) -> None:
         """The engine has connected, or its state has changed."""
+        if engine.pid != replica.pid:
+            replica.pid = engine.pid
+            if replica.instance:  # a local engine's are known when it dies
+                self._count_deaths(frozenset(engine.suspects))
         if replica.weights_version != engine.weights_version:
             replica.weights_version = engine.weights_version
             self._prefixes.remove_replica(replica.number)
@@ -629,9 +637,24 @@ class EnginePool:
         if self._refusing:
             self._on_lost(failure, lost)
             return
+        self._count_deaths(replica.client.suspects)
         failed = [name for name in lost if not self._retry(self._open[name])]
         self._remove_idle()
         self._fail(failed, failure)
+
+    def _count_deaths(self, suspects: frozenset[int]) -> None:
+        """Count the death of an engine for the requests of its fatal step. Fail the request that was computed alone
+        because earlier engines had died in steps with it."""
+        for name, entry in list(self._open.items()):
+            if entry.request.uid in suspects:
+                alone = len(suspects) == 1 and entry.deaths >= ISOLATED_DEATHS
+                entry.deaths += 1
+                if alone:
+                    entry.notify(messages.Abort(name))
+                    message = (
+                        f"{entry.deaths} engines died while they computed this request, the last one with no other"
+                    )
+                    self._fail([name], Failure(Code.INTERNAL, message))
 
     def _retry(self, entry: OpenRequest, full: Replica | None = None) -> bool:
         """Continue a request on another replica, or keep it until one is available. Returns False if it cannot

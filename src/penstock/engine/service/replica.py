@@ -30,6 +30,8 @@ class Replica:
         """Number of requests of other processes in its last statistics."""
         self.weights_version = ""
         """Version of the weights to which its entries in the ``PrefixIndex`` belong."""
+        self.pid = 0
+        """Process id of the engine that was connected last."""
         self.leaving = False
         """True if it gets no new requests, and is removed once it has none."""
 
@@ -80,7 +82,7 @@ class OpenRequest:
     """A request that has not ended."""
 
     __slots__ = (
-        *("_num_repeated", "aborted", "cost", "engine", "full", "num_prompt_logprobs", "paused", "prefill"),
+        *("_num_repeated", "aborted", "cost", "deaths", "engine", "full", "num_prompt_logprobs", "paused", "prefill"),
         *("prefill_cost", "replica", "request", "started", "waiting"),
     )
 
@@ -100,6 +102,8 @@ class OpenRequest:
         self.started = False
         """True once the first token or the end has arrived."""
         self.aborted = False
+        self.deaths = 0
+        """Number of engines that died in a step with it."""
         self.paused = False
         self.waiting: asyncio.TimerHandle | None = None
         """Timer that fails the request while it waits for a replica."""

@@ -29,7 +29,7 @@ import zmq
 
 from penstock.config import logs
 from penstock.config.addresses import join_address, split_address
-from penstock.config.options import EngineOptions, LogOptions
+from penstock.config.options import EngineOptions
 from penstock.core import Code, Failure, FinishReason, PenstockError, TokenDelta
 from penstock.core.errors import invalid
 from penstock.core.machine_errors import start_failure
@@ -46,6 +46,7 @@ from .curve import secure_server
 from .heartbeat import Heartbeat
 from .instance import tokenizer_version
 from .snapshot import Snapshot
+from .step_record import StepRecord
 
 if TYPE_CHECKING:
     from penstock.tracing import Tracer
@@ -78,19 +79,11 @@ class EngineServer:
     Args:
         address: ZeroMQ address to bind, ``ipc://…``.
         report: file to which ``messages.StartReport`` is written.
-        replica: index of the data-parallel replica.
-        weights: folder of the weights to load; empty for the model's.
+        start: parameters of the engine.
     """
 
-    def __init__(
-        self,
-        address: str,
-        options: EngineOptions,
-        logs: LogOptions,
-        report: BinaryIO,
-        replica: int = 0,
-        weights: str = "",
-    ) -> None:
+    def __init__(self, address: str, report: BinaryIO, start: messages.Start) -> None:
+        options = start.options
         self._socket = _router_socket()
         self._socket.bind(address)
         self._remote: zmq.Socket[bytes] | None = None
@@ -106,11 +99,13 @@ class EngineServer:
         """True if ``Stopping`` was sent to the clients."""
         self._poller.register(self._signals, zmq.POLLIN)  # SIGTERM ends a wait for messages
         self._options = options
-        self._replica = replica
-        self._weights = weights
-        self._logs = logs
+        self._replica = start.replica
+        self._weights = start.weights
+        self._suspects = start.suspects
+        self._logs = start.logs
         self._report = report
         self._heartbeat = Heartbeat(address)
+        self._step_record = StepRecord(address)
         self._step_times = StepTimes(FIRST_STEP_TIMEOUT_FACTOR * options.engine_iteration_timeout)
         self._step_in_progress: tuple[int, float] | None = None
         """Number of tokens and start time of the current step."""
@@ -177,6 +172,7 @@ class EngineServer:
             self._options = _choose_gpus(self._options, self._replica)
         self._engine = engine = Engine(self._options, self._logs, self._weights)
         engine.before_step = self._before_step
+        engine.record_step = self._step_record.write
         self._tracer = start_tracer(
             self._logs, f"{role}-engine" if (role := self._options.role) != "mixed" else "engine"
         )
@@ -206,6 +202,7 @@ class EngineServer:
             kv_address=connector.address if connector else "",
             tokenizer_version=tokenizer_version(self._options.model),
             engine_address=self._engine_address,
+            suspects=list(self._suspects),
             protocol=messages.PROTOCOL,
             version=__version__,
         )
@@ -616,7 +613,7 @@ def main() -> None:
     logs.set_up(start.logs, "engine")
     status = 0
     try:
-        EngineServer(sys.argv[1], start.options, start.logs, report, start.replica, start.weights).run()
+        EngineServer(sys.argv[1], report, start).run()
     except SystemExit as error:
         assert isinstance(error.code, int)
         status = error.code
