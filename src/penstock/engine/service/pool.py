@@ -633,11 +633,11 @@ class EnginePool:
     def _on_replica_lost(self, replica: Replica, failure: Failure) -> None:
         replica.num_other_requests = 0
         self._prefixes.remove_replica(replica.number)
-        lost = [name for name, entry in self._open.items() if entry.replica is replica]
         if self._refusing:
-            self._on_lost(failure, lost)
+            self._on_lost(failure, [name for name, entry in self._open.items() if entry.replica is replica])
             return
         self._count_deaths(replica.client.suspects)
+        lost = [name for name, entry in self._open.items() if entry.replica is replica]
         failed = [name for name in lost if not self._retry(self._open[name])]
         self._remove_idle()
         self._fail(failed, failure)
