@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
@@ -22,8 +23,10 @@ from .chat_renderer import Steps, Template
 from .fair_queue import MAX_INLINE_TOKENS, TURN_SIZE, DeltaQueue, FairQueue
 from .input_processor import InputProcessor
 from .output_processor import OutputProcessor
-from .outputs import RequestOutput
+from .outputs import RequestOutput, Resume
 from .prompts import Messages, Prompt, TokenizedPrompt
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -70,6 +73,7 @@ class Gateway(Steps):
             self._on_deltas,
             self._on_engine_lost,
             self._output_so_far,
+            self._on_moved,
             vocabulary,
             self._on_cancel,
             request_cost,
@@ -332,8 +336,11 @@ class Gateway(Steps):
     def _on_deltas(self, deltas: list[TokenDelta], weights_version: str) -> None:
         for delta in deltas:
             if (inbox := self._open.get(delta.request_id)) is not None:
+                output = self._processors[delta.request_id].output
                 if weights_version:
-                    self._processors[delta.request_id].output.add_weights(weights_version)
+                    output.add_weights(weights_version)
+                if output.is_waiting:
+                    self._on_continued(delta.request_id, output)
                 inbox.put(delta)
 
     def _output_so_far(self, name: str) -> list[GeneratedSequence]:
@@ -344,6 +351,21 @@ class Gateway(Steps):
                 tokens, finished = sequence.token_ids + delta.token_ids, delta.finished is not None
                 sequences[delta.sequence] = GeneratedSequence(tokens, finished)
         return sequences
+
+    def _on_moved(self, names: Collection[str], reason: str) -> None:
+        for name in names:
+            output = self._processors[name].output
+            count = len(output.prompt_token_ids) + sum(len(one.token_ids) for one in self._output_so_far(name))
+            output.resumes.append(Resume(reason, count))
+
+    def _on_continued(self, name: str, output: RequestOutput) -> None:
+        resume, request = output.resumes[-1], self._processors[name].request
+        resume.continued = time.monotonic()
+        message = "request %s continues after %.2f s (%s): %d tokens were computed again"
+        pause = resume.continued - resume.lost
+        logger.info(
+            message, request.log_name, pause, resume.reason, resume.num_tokens, extra={"fields": request.log_fields}
+        )
 
     def _on_deadline(self, name: str) -> None:
         """Fail a request at its deadline. The engine checks deadlines too, but not during a step or if it hangs."""

@@ -51,6 +51,7 @@ class EngineClient:
         on_stats: called with the engine's statistics every ``KEEP_ALIVE_INTERVAL``.
         on_adapters: called with the engine's adapters when it connects and when they change.
         on_ready: called with the engine's report when it connects and when its state changes.
+        on_stopping: called when the engine begins to stop. It finishes its requests first.
         secret: the cluster secret, for TCP.
     """
 
@@ -64,6 +65,7 @@ class EngineClient:
         on_stats: Callable[[messages.Stats], None] = lambda stats: None,
         on_adapters: Callable[[dict[str, str]], None] = lambda adapters: None,
         on_ready: Callable[[messages.Ready], None] = lambda engine: None,
+        on_stopping: Callable[[], None] = lambda: None,
         secret: bytes = b"",
     ) -> None:
         self.address = address
@@ -75,6 +77,7 @@ class EngineClient:
         self._on_stats = on_stats
         self._on_adapters = on_adapters
         self._on_ready = on_ready
+        self._on_stopping = on_stopping
         self._loop = asyncio.get_running_loop()
         self._unavailable = STARTING
         """Error for requests while no engine is connected."""
@@ -276,6 +279,7 @@ class EngineClient:
                     self._on_ready(self.engine)
                 case messages.Stopping():
                     self._stopping = True
+                    self._on_stopping()
                 case messages.Stopped():
                     self._send(messages.Disconnect())
                     self._connection.mark_lost()

@@ -9,6 +9,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -77,7 +78,9 @@ class EnginePool:
         addresses: ZeroMQ addresses of the engines started by this server.
         on_deltas: called with deltas of this pool's requests, and the version of their engine's weights.
         on_lost: called with a reason and the ids of requests that cannot continue.
-        get_output: returns the output so far of each sequence of a request, by index; empty without output.
+        get_output: returns the output so far of each sequence of a request, by index.
+        on_moved: called with the ids of requests that have lost their engine and continue, and the reason:
+            ``engine_died``, ``engine_lost`` or ``engine_stopping``.
         resume: how requests continue.
         get_vocabulary: see ``EngineClient``.
         on_cancel: see ``EngineClient``.
@@ -92,6 +95,7 @@ class EnginePool:
         on_deltas: Callable[[list[TokenDelta], str], None],
         on_lost: Callable[[Failure, Collection[str]], None],
         get_output: Callable[[str], Sequence[GeneratedSequence]],
+        on_moved: Callable[[Collection[str], str], None],
         get_vocabulary: Callable[[], Vocabulary],
         on_cancel: Callable[[list[str]], None],
         request_cost: int,
@@ -102,6 +106,7 @@ class EnginePool:
         self._on_deltas = on_deltas
         self._on_lost = on_lost
         self._get_output = get_output
+        self._on_moved = on_moved
         self._resume = resume
         self._last_engine: messages.Ready | None = None
         """Last report returned by ``require_engine``."""
@@ -148,6 +153,7 @@ class EnginePool:
             lambda stats: self._on_replica_stats(replica, stats),
             self._on_replica_adapters,
             lambda engine: self._on_replica_ready(replica, engine),
+            lambda: self._on_replica_stopping(replica),
             self._secret,
         )
         replica = Replica(number, client, instance)
@@ -638,9 +644,32 @@ class EnginePool:
             return
         self._count_deaths(replica.client.suspects)
         lost = [name for name, entry in self._open.items() if entry.replica is replica]
-        failed = [name for name in lost if not self._retry(self._open[name])]
+        continued = [name for name in lost if self._retry(self._open[name])]
+        failed = [name for name in lost if name not in continued]
         self._remove_idle()
+        if lost:
+            message = "%s: %d of its %d requests continue on another engine or wait for one"
+            logger.warning(message, failure.message, len(continued), len(lost))
+        self._on_moved(continued, "engine_died" if replica.instance is None else "engine_lost")
         self._fail(failed, failure)
+
+    def _on_replica_stopping(self, replica: Replica) -> None:
+        """Move the requests of an instance that is stopping to other instances, so that it need not wait for their end.
+        Those that cannot continue elsewhere finish there. Engines of this server finish all their requests."""
+        if replica.instance is None or not self._resume.timeout:
+            return
+        moved = []
+        for name, entry in self._open.items():
+            if entry.replica is not replica or entry.aborted:
+                continue
+            with suppress(PenstockError):
+                self._assign(entry)
+                replica.client.notify(messages.Abort(name))
+                moved.append(name)
+        if moved:
+            logger.info("%s is stopping: %d requests continue on other instances", replica.client.name, len(moved))
+        self._on_moved(moved, "engine_stopping")
+        self._remove_idle()
 
     def _count_deaths(self, suspects: frozenset[int]) -> None:
         """Count the death of an engine for the requests of its fatal step. Fail the request that was computed alone
